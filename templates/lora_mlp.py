@@ -31,7 +31,7 @@ def backward_kernel(
     gate_up,
     both,  # [T, F], [T, 2F] and the gradient of the latter, which may take its place: a program reads what it writes
     down,
-    xa,  # dY B of the down projection [T, r]; XA of gate and up side by side
+    xa,  # dY B of the down projection [T, r]; XA of gate and up side by side, or one for both
     parts,  # fp32 [row ranges, 3, RANK, F]
     rows,
     columns,
@@ -43,6 +43,7 @@ def backward_kernel(
     DOWN: tl.constexpr,
     GATE: tl.constexpr,
     UP: tl.constexpr,  # the three ranks
+    UP_AT: tl.constexpr,  # the column of XA where that of up begins
     RANK: tl.constexpr,  # a power of two >= 16 that holds each of them
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,  # to what `parts` holds of earlier tokens
@@ -82,7 +83,7 @@ def backward_kernel(
         tl.store(target + columns, du, mask=mask)
         y = tl.load(down + row[None, :] * down_stride + rank, mask=valid[None, :] & (rank < DOWN), other=0.0)
         xg = tl.load(xa + row[None, :] * xa_stride + rank, mask=valid[None, :] & (rank < GATE), other=0.0)
-        xu = tl.load(xa + row[None, :] * xa_stride + GATE + rank, mask=valid[None, :] & (rank < UP), other=0.0)
+        xu = tl.load(xa + row[None, :] * xa_stride + UP_AT + rank, mask=valid[None, :] & (rank < UP), other=0.0)
         d_bg = tl.dot(xg, dg, d_bg)
         d_bu = tl.dot(xu, du, d_bu)
         d_a = tl.dot(y, a, d_a)
@@ -104,8 +105,9 @@ def backward(grad, gate_up, down, xa, ranks, activation="silu", *, both=None, wi
             unit column strides.
         gate_up: [T, 2F], gate | up.
         down: [T, r], dY B of the down projection.
-        xa: [T, sum(ranks)], XA of gate | of up.
-        ranks: (r_gate, r_up), of their adapters; meant for 64 and less, as r: the sums are kept in registers.
+        xa: [T, sum(ranks)], XA of gate | of up, or of the one projection that gives both.
+        ranks: (r_gate, r_up), of their adapters, or (r,) of one projection; meant for 64 and less, as r: the sums are
+            kept in registers.
         activation: one of ``swiglu.ACTIVATIONS``.
         both: [T, >= 2F], where d_gate | d_up are written, columns behind left as they are; gate_up may be its first
             columns. None: new memory.
@@ -114,7 +116,7 @@ def backward(grad, gate_up, down, xa, ranks, activation="silu", *, both=None, wi
 
     Returns:
         (both, d_b_gate, d_b_up, d_a_down): the last three in fp32, xa^T d_gate [r_gate, F], xa^T d_up [r_up, F] and
-        down^T a [r, F].
+        down^T a [r, F]. (Both xa are one where there is one projection.)
 
     Raises:
         ValueError: the activation is unknown, or shapes or strides do not fit.
@@ -135,7 +137,7 @@ def begin(rows, columns, ranks, down, tile=None):
     Args:
         rows: tokens of the largest piece.
         columns: F.
-        ranks: (r_gate, r_up).
+        ranks: (r_gate, r_up), or (r,).
         down: as for ``backward_of_piece``, [*, r] with any number of rows.
         tile: as for ``backward``.
 
@@ -168,14 +170,14 @@ def sums(parts, ranks, down_rank):
 
     Args:
         parts: the result of ``begin``, fp32 [row ranges, 3, rank, F].
-        ranks: (r_gate, r_up).
+        ranks: (r_gate, r_up), or (r,).
         down_rank: r, of the down projection's adapter.
 
     Returns:
         (d_b_gate, d_b_up, d_a_down) in fp32, as ``backward`` gives them.
     """
     d_b_gate, d_b_up, d_a = parts.sum(0)
-    return d_b_gate[: ranks[0]], d_b_up[: ranks[1]], d_a[:down_rank]
+    return d_b_gate[: ranks[0]], d_b_up[: ranks[-1]], d_a[:down_rank]
 
 
 def _pick(like, ranks, down):
@@ -194,10 +196,9 @@ def _start(grad, gate_up, down, xa, ranks, activation, parts, add, both, tile):
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, not {activation!r}")
     rows, columns = grad.shape
-    gate, up = ranks
     if any(t.stride(1) != 1 for t in (grad, gate_up, down, xa)):
         raise ValueError("all arguments must have unit column stride")
-    if gate_up.shape != (rows, 2 * columns) or xa.shape != (rows, gate + up):
+    if gate_up.shape != (rows, 2 * columns) or xa.shape != (rows, sum(ranks)):
         raise ValueError(
             f"gate_up {tuple(gate_up.shape)}, xa {tuple(xa.shape)} do not fit grad {tuple(grad.shape)}, ranks {ranks}"
         )
@@ -218,8 +219,9 @@ def _start(grad, gate_up, down, xa, ranks, activation, parts, add, both, tile):
         down.stride(0),
         xa.stride(0),
         DOWN=down.shape[1],
-        GATE=gate,
-        UP=up,
+        GATE=ranks[0],
+        UP=ranks[-1],
+        UP_AT=sum(ranks[:-1]),
         RANK=_rank(ranks, down),
         ACTIVATION=activation,
         ADD=add,

@@ -1,4 +1,6 @@
-"""Adapted gate|up, gated activation and adapted down become one op, if a provider fuses their backward."""
+"""Adapted gate|up, gated activation and adapted down become one op, if a provider fuses their backward.
+
+Gate and up are two projections, or the halves of one, whose adapter then serves both."""
 
 from operator import getitem
 from typing import Any
@@ -24,9 +26,12 @@ def _through_casts(node: Node) -> Node:
     return node
 
 
+_PARTS = ("split", "chunk", torch.split, torch.chunk)  #: several ways to cut one output
+
+
 def _half(node: Node) -> tuple[Node, int] | None:
     """(adapted linear, index of the half) if the node is a half of its output and has a single user."""
-    if node.target is not getitem or getattr(node.args[0], "target", None) != "split" or len(node.users) != 1:
+    if node.target is not getitem or getattr(node.args[0], "target", None) not in _PARTS or len(node.users) != 1:
         return None
     split, index = node.args
     y = split.args[0]
@@ -36,6 +41,7 @@ def _half(node: Node) -> tuple[Node, int] | None:
         or y.args[0].target not in _LINEARS
         or len(y.users) != 1
         or len(split.users) != 2
+        or 2 * value(node).shape[-1] != value(y).shape[-1]  # other parts, or along another dimension
     ):
         return None
     return (y.args[0], index) if len(y.args[0].users) == 1 else None
@@ -103,8 +109,8 @@ def _match(down: Node) -> tuple | str | None:
     if (gate[1], up[1]) != (0, 1):
         return "up stands before gate"
     wide, narrow = _members(gate[0]), _members(down)
-    if len(wide["rows"]) != 2:
-        return None  # one projection whose output is split in two
+    if len(wide["rows"]) > 2:
+        return "a third projection is grouped with gate and up"
     reason = _mismatch(down, act, wide, narrow) if not _mode_changes(gate[0], down) else _SWITCHED
     if reason is not None:
         return reason

@@ -50,11 +50,9 @@ GOLDEN: dict[int, dict[str, Row]] = {
         "gemma3": LLAMA | {"rms_norm": (6, 6)},
         "hunyuan": LLAMA | {"rms_norm": (4, 4)},  # normed once it is rotated
         "phi3": {name: count for name, count in LLAMA.items() if name != "grouped_linear"}
-        | {"lora": (4, 4), "lora_mlp": (1, 0)},  # its siblings are one linear
-        "glm": NARROW
-        | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1), "lora_mlp": (1, 0)},
-        "glm4": NARROW
-        | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1), "lora_mlp": (1, 0)},
+        | {"lora": (4, 4)},  # its siblings are one linear
+        "glm": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)},
+        "glm4": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)},
         "starcoder2": NARROW | NORMS | {"rope": (2, 2), "swiglu": (1, 0)},  # an activation without a gate
         "stablelm": ADAPTED | NORMS | {"rope": (2, 2), "swiglu": (1, 1)},
         "nemotron": NARROW | NORMS | {"rope": (2, 2)},

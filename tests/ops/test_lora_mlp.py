@@ -5,17 +5,17 @@ import sys
 import pytest
 import torch
 
-from tests.support.ops.arguments import SCALES, dense_mlp, mlp_leaves, packed_mlp
+from tests.support.ops.arguments import APART, JOINT, SCALES, dense_mlp, mlp_leaves, packed_mlp
 from tests.support.ops.checks import assert_fake_is_real
 from tunecompile.ops import gated_activation, lora_linear, lora_mlp
 
 
 def apart(x, weights, a, b, activation):
-    gate_up, _ = lora_linear(x, [], weights[:2], [], a[:2], b[:2], SCALES[:2], x.dtype)
+    scales = SCALES[-len(weights) :]
+    gate_up, _ = lora_linear(x, [], weights[:-1], [], a[:-1], b[:-1], scales[:-1], x.dtype)
     gate, up = gate_up.split(128, -1)
-    return lora_linear(gated_activation(gate, up, activation), [], weights[2:], [], a[2:], b[2:], SCALES[2:], x.dtype)[
-        0
-    ]
+    act = gated_activation(gate, up, activation)
+    return lora_linear(act, [], weights[-1:], [], a[-1:], b[-1:], scales[-1:], x.dtype)[0]
 
 
 def assert_same_as_apart(arguments, weights):
@@ -36,22 +36,28 @@ def test_values_and_gradients_are_those_of_the_parts(dtype, adapted, activation)
     assert_same_as_apart(arguments, arguments[1])
 
 
-@pytest.mark.parametrize("double", [True, False])
-def test_over_packed_weights(double):
-    assert_same_as_apart(*packed_mlp(double))
+@pytest.mark.parametrize("double, shapes", [(True, APART), (False, APART), (True, JOINT)])
+def test_over_packed_weights(double, shapes):
+    assert_same_as_apart(*packed_mlp(double, shapes=shapes))
 
 
-def test_gradcheck():
-    arguments = dense_mlp(torch.float64)
+def test_one_projection_that_gives_gate_and_up():
+    arguments = dense_mlp(torch.bfloat16, shapes=JOINT)
+    assert_same_as_apart(arguments, arguments[1])
+
+
+@pytest.mark.parametrize("shapes", [APART, JOINT])
+def test_gradcheck(shapes):
+    arguments, count = dense_mlp(torch.float64, shapes=shapes), len(shapes)
     assert torch.autograd.gradcheck(
-        lambda x, *m: lora_mlp(x, *arguments[1:7], m[:3], m[3:], *arguments[9:])[0],
+        lambda x, *m: lora_mlp(x, *arguments[1:7], m[:count], m[count:], *arguments[9:])[0],
         mlp_leaves(arguments),
         fast_mode=True,
     )
 
 
 def test_fake_and_schema():
-    for arguments in (dense_mlp(), packed_mlp(True)[0]):
+    for arguments in (dense_mlp(), dense_mlp(shapes=JOINT), packed_mlp(True)[0]):
         detached = torch.utils._pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, arguments)
         assert_fake_is_real(lora_mlp, *detached)
         y, *saved = lora_mlp(*detached)

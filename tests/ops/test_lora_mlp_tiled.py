@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from tests.support.ops.arguments import dense_mlp, mlp_leaves, packed_mlp
+from tests.support.ops.arguments import APART, JOINT, dense_mlp, mlp_leaves, packed_mlp
 from tests.support.ops.checks import assert_fake_is_real, error, wide
 from tunecompile.ops import lora_mlp, lora_mlp_tiled
 from tunecompile.ops.lora_mlp_tiled import pieces
@@ -51,7 +51,7 @@ def test_as_exact_as_the_whole(dtype, adapted, tiles):
 
 @pytest.mark.parametrize("double", [True, False])
 def test_over_packed_weights(double):
-    arguments, _ = packed_mlp(double)
+    arguments, _ = packed_mlp(double, shapes=JOINT if double else APART)
     for whole, mine in zip(results(lora_mlp, arguments), results(lora_mlp_tiled, arguments, 4)):
         assert error(mine, whole) < 1e-6
 

@@ -106,12 +106,37 @@ def test_dequantised_weights(joined):
     check(fn, random(2, 3, 64), *o, passes=PASSES, expect={"dequantize_4bit": 3, "lora_mlp": 1}, tol=5e-5)
 
 
-def test_one_projection_cut_in_two(joined):
+HALVES = {
+    "split": lambda y: y.split(12, -1),
+    "chunk": lambda y: y.chunk(2, dim=-1),
+    "torch.split": lambda y: torch.split(y, [12, 12], 2),
+}
+NOT_HALVES = {
+    "up first": lambda y: y.chunk(2, -1)[::-1],
+    "tokens": lambda y: y.chunk(2, 1),
+    "half read elsewhere": lambda y: (lambda halves: (halves[0], halves[1] + halves[0].sin()))(y.chunk(2, -1)),
+    "thirds": lambda y: y.split(8, -1)[:2],
+}
+
+
+@pytest.mark.parametrize("halves", HALVES)
+def test_one_projection_that_gives_gate_and_up(joined, halves):
     def fn(x, *o):
-        gate, up = lora(x, *o[:3]).split(12, -1)
+        gate, up = HALVES[halves](lora(x, *o[:3]))
         return lora(F.silu(gate) * up, *o[3:])
 
-    assert "lora_mlp" not in check(fn, random(2, 3, 8), *operands(24, 8), *operands(8, 12), passes=PASSES).ops
+    check(fn, random(2, 3, 8), *operands(24, 8), *operands(8, 12), passes=PASSES, expect=ONE)
+
+
+@pytest.mark.parametrize("halves", NOT_HALVES)
+def test_what_are_no_halves_of_one_projection(joined, halves):
+    def fn(x, *o):
+        gate, up = NOT_HALVES[halves](lora(x, *o[:3]))
+        return lora(F.silu(gate) * up, *o[3:])
+
+    width = {"tokens": 24, "thirds": 8}.get(halves, 12)
+    seen = check(fn, random(2, 4, 8), *operands(24, 8), *operands(8, width), passes=PASSES)
+    assert "lora_mlp" not in seen.ops
 
 
 def test_gate_and_up_without_autograd(joined):

@@ -10,7 +10,7 @@ from tunecompile.templates._tiles import Tile  # noqa: E402
 
 
 def inputs(rows, columns, ranks, device, dtype):
-    shapes = [(rows, columns), (rows, 2 * columns), (rows, ranks[0]), (rows, ranks[1] + ranks[2])]
+    shapes = [(rows, columns), (rows, 2 * columns), (rows, ranks[0]), (rows, sum(ranks[1:]))]
     return [make(shape, device, dtype, seed) for seed, shape in enumerate(shapes)]
 
 
@@ -24,7 +24,7 @@ def check(rows, columns, ranks, device, dtype, activation, error, bound, extra=0
     assert both.shape == (rows, 2 * columns + extra) and both.dtype == dtype
     assert error(both[:, : 2 * columns], exact) < bound(dtype)
     dg, du = (part.double() for part in both[:, : 2 * columns].split(columns, 1))  # what is summed is what is stored
-    xg, xu = xa.double().split(ranks[1:], 1)
+    xg, xu = xa.double().split(ranks[1:], 1) if len(ranks) == 3 else [xa.double()] * 2
     assert error(d_bg, xg.t() @ dg) < 1e-5 and error(d_bu, xu.t() @ du) < 1e-5
     a = REFERENCE[activation](gate.double()) * up.double()
     assert error(d_a, down.double().t() @ a) < bound(dtype)  # `a` is rounded before it is summed
@@ -34,7 +34,9 @@ def check(rows, columns, ranks, device, dtype, activation, error, bound, extra=0
 @pytest.mark.parametrize(
     "dtype", (torch.float16,) + ((torch.bfloat16,) if torch.cuda.is_available() else ())
 )  # the interpreter has no bf16 dot
-@pytest.mark.parametrize("rows, columns, ranks", [(1, 8, (1, 2, 3)), (70, 96, (16, 16, 16)), (33, 40, (4, 24, 8))])
+@pytest.mark.parametrize(
+    "rows, columns, ranks", [(1, 8, (1, 2, 3)), (70, 96, (16, 16, 16)), (33, 40, (4, 24, 8)), (33, 40, (4, 24))]
+)
 def test_against_fp64(device, error, bound, rows, columns, ranks, dtype, activation):
     check(
         rows,
@@ -81,15 +83,17 @@ def test_the_same_bits_every_time(device):
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-@pytest.fixture(params=["dense", "packed"])
+@pytest.fixture(params=["dense, joint", "packed", pytest.param("dense", marks=pytest.mark.slow)])
 def arguments(request, device):
     """Of the op, by kind of weights: fp16, as the interpreter's products want it."""
     from torch.utils._pytree import tree_map
 
-    from tests.support.ops.arguments import dense_mlp, packed_mlp
+    from tests.support.ops.arguments import APART, JOINT, dense_mlp, packed_mlp
 
     def make(activation, dtype):
-        made = dense_mlp(dtype, activation) if request.param == "dense" else packed_mlp(True, activation)[0]
+        shapes = JOINT if "joint" in request.param else APART
+        packed = "packed" in request.param
+        made = packed_mlp(True, activation, shapes)[0] if packed else dense_mlp(dtype, activation, shapes=shapes)
         made[0] = made[0].to(dtype)
         return tree_map(lambda v: v.detach().to(device) if isinstance(v, torch.Tensor) else v, made)
 

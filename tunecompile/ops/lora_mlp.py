@@ -24,20 +24,24 @@ __all__ = ["lora_mlp", "lora_mlp_backward"]
 MAX_RANK = 64  #: the template keeps three [columns, rank] sums in registers
 
 
-WIDE, DOWN = slice(0, 2), slice(2, 3)  #: indices of gate and up, and of down, in lists of the three projections
+WIDE, DOWN = slice(None, -1), slice(-1, None)  #: gate and up, or the one projection to both; and down, in lists
+
+
+def inner_width(rows: Sequence[int]) -> int:
+    """Return F, the width of the activation: half of what gate and up give together."""
+    return sum(rows[WIDE]) // 2
 
 
 def frozen_weights(
     x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type
 ) -> tuple[FrozenWeights, FrozenWeights]:
     """Return the frozen weights of gate|up and of down, from the arguments of `lora_mlp` that describe them."""
-    columns, inner = x.shape[-1], rows[0]
+    columns, inner = x.shape[-1], inner_width(rows)
     if not weights:
         whole = PackedWeights(packed, absmax, code, scale, offset, rows, blocksize, quant_type, columns, x.dtype)
         wide, down = whole.part(WIDE, columns), whole.part(DOWN, inner)
         return FrozenWeights.of_packed(wide), FrozenWeights.of_packed(down)
-    parts = (weights[:1], weights[1:]) if len(weights) == 2 else (weights[WIDE], weights[DOWN])
-    wide, down = (FrozenWeights.dense(part, rows[of], k) for part, of, k in zip(parts, (WIDE, DOWN), (columns, inner)))
+    wide, down = (FrozenWeights.dense(weights[of], rows[of], k) for of, k in zip((WIDE, DOWN), (columns, inner)))
     return wide, down
 
 
@@ -50,7 +54,7 @@ def _product(frozen: FrozenWeights, wide: Tensor, xa: Tensor, b: Sequence[Tensor
 
 def forward_flops(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, *_) -> int:
     """Count the three base products; adapters are left out."""
-    return 2 * (x.numel() // x.shape[-1]) * 3 * rows[0] * x.shape[-1]
+    return 2 * (x.numel() // x.shape[-1]) * 3 * inner_width(rows) * x.shape[-1]
 
 
 def backward_flops(grad, x, *rest) -> int:
@@ -88,29 +92,30 @@ def lora_mlp(
     """Return down(activation(gate(x)) * up(x)), where each projection is a linear with an adapter.
 
     All arithmetic is in x's dtype, adapters included, as in `tunecompile.ops.lora.lora_linear`. Lists have one member
-    each for gate, up and down, in this order. (Gated linear units: arXiv:2002.05202; adapters: arXiv:2106.09685.)
+    each for gate, up and down, in this order; or two, where one projection with one adapter gives gate | up. (Gated
+    linear units: arXiv:2002.05202; adapters: arXiv:2106.09685.)
 
     Args:
         x: [..., K], any floating dtype; T tokens in all.
-        weights: three dense ones, [F, K], [F, K] and [K', F], in x's dtype; or two matrices that hold weights and
-            adapters, of gate|up and of down (`tunecompile.ops.frozen_weights.WeightLayout`); or empty, where packed
-            ones are given.
-        packed: uint8, three, or empty. This and absmax, code, scale, offset, blocksize and quant_type: as for
+        weights: dense ones, [F, K], [F, K] and [K', F], or [2F, K] and [K', F], in x's dtype; or two matrices that
+            hold weights and adapters, of gate|up and of down (`tunecompile.ops.frozen_weights.WeightLayout`); or
+            empty, where packed ones are given.
+        packed: uint8, one a projection, or empty. This and absmax, code, scale, offset, blocksize and quant_type as for
             `tunecompile.ops.lora_nf4.lora_linear_nf4`.
-        a: A of each adapter, [r_gate, K], [r_up, K] and [r_down, F], any floating dtype.
-        b: B of each adapter, [F, r_gate], [F, r_up] and [K', r_down], any floating dtype.
+        a: A of each adapter, [r_gate, K], [r_up, K] and [r_down, F], any floating dtype; or [r, K] and [r_down, F].
+        b: B of each adapter, [F, r_gate], [F, r_up] and [K', r_down], any floating dtype; or [2F, r] and [K', r_down].
         scales: factors, one an adapter.
-        rows: (F, F, K').
+        rows: (F, F, K'), or (2F, K').
         activation: "silu", "gelu" or "gelu_tanh", as for `tunecompile.ops.swiglu.gated_activation`.
 
     Returns:
-        (y, gate_up, xa, xa_down) in x's dtype: [..., K'], [..., 2F], [T, r_gate + r_up] and [T, r_down]. Only y gets a
-        gradient; the others are for the backward.
+        (y, gate_up, xa, xa_down) in x's dtype: [..., K'], [..., 2F], [T, r_gate + r_up] (or [T, r]) and [T, r_down].
+        Only y gets a gradient; the others are for the backward.
     """
     wide, down = frozen_weights(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
     reference = lora.lora_linear.reference
     gate_up, xa = reference(x, [], wide.members(), [], a[WIDE], b[WIDE], scales[WIDE], x.dtype)
-    act = gated_activation.reference(*gate_up.split(list(rows[WIDE]), -1), activation)
+    act = gated_activation.reference(*gate_up.split(inner_width(rows), -1), activation)
     y, xa_down = reference(act, [], down.members(), [], a[DOWN], b[DOWN], scales[DOWN], x.dtype)
     return y, gate_up, xa, xa_down
 
@@ -138,18 +143,18 @@ def _(*, x, a, b, scales, rows, activation, used, **frozen):
     from tunecompile.templates import lora as pieces
     from tunecompile.templates import swiglu
 
-    (gate_and_up, down), inner = frozen_weights(x, rows=rows, **frozen), rows[0]
+    (gate_and_up, down), inner = frozen_weights(x, rows=rows, **frozen), inner_width(rows)
     wide, xa = lora.with_xa(x, [], a[WIDE], x.dtype)
     gate_up = _product(gate_and_up, wide, xa, b[WIDE], scales[WIDE])
     if not (used[0] or used[3]):
         return None, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, None
-    act = torch.empty((wide.shape[0], padded(inner + a[2].shape[0])), dtype=x.dtype, device=x.device)
+    act = torch.empty((wide.shape[0], padded(inner + a[-1].shape[0])), dtype=x.dtype, device=x.device)
     swiglu.forward(*gate_up.split(inner, 1), activation, out=act)
-    xa_down = act[:, :inner] @ a[2].to(x.dtype).t()
+    xa_down = act[:, :inner] @ a[-1].to(x.dtype).t()
     y = None
     if used[0]:
         pieces.append_columns(xa_down, act, inner)
-        y = _product(down, act, xa_down, b[DOWN], scales[DOWN]).reshape(*x.shape[:-1], rows[2])
+        y = _product(down, act, xa_down, b[DOWN], scales[DOWN]).reshape(*x.shape[:-1], rows[-1])
     return y, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, xa_down
 
 
@@ -164,7 +169,7 @@ def _(*, x, a, b, scales, rows, activation, used, **frozen):
     """As "joined", the frozen products in e4m3."""
     from tunecompile.templates import swiglu
 
-    (wide, down), inner, lead = frozen_weights(x, rows=rows, **frozen), rows[0], x.shape[:-1]
+    (wide, down), inner, lead = frozen_weights(x, rows=rows, **frozen), inner_width(rows), x.shape[:-1]
     below = torch.cat([m.to(x.dtype) for m in a[WIDE]])
     xa, tokens, token_scales = fp8.project(x.reshape(-1, x.shape[-1]), below, x.dtype)
     adapters = on_diagonal(b[WIDE], scales[WIDE], x.dtype)
@@ -172,11 +177,11 @@ def _(*, x, a, b, scales, rows, activation, used, **frozen):
     if not (used[0] or used[3]):
         return None, gate_up.reshape(*lead, 2 * inner), xa, None
     act = swiglu.forward(*gate_up.split(inner, 1), activation)
-    xa_down, y = act @ a[2].to(x.dtype).t(), None
+    xa_down, y = act @ a[-1].to(x.dtype).t(), None
     if used[0]:
         adapter = on_diagonal(b[DOWN], scales[DOWN], x.dtype)
         y = fp8.product(*fp8.quantize(act, xa_down), *down.in_fp8()(adapter, False), fp8.FAST_FORWARD)
-        y = y.reshape(*lead, rows[2])
+        y = y.reshape(*lead, rows[-1])
     return y, gate_up.reshape(*lead, 2 * inner), xa, xa_down
 
 
@@ -213,18 +218,17 @@ def lora_mlp_backward(
         out1: gate_up, out2: xa, out3: xa_down, as `lora_mlp` returned them. The others are its inputs.
 
     Returns:
-        [dx, dA of gate, up and down, dB of the same], each with the shape and dtype of its input.
+        [dx, dA of each projection, dB of the same], each with the shape and dtype of its input.
     """
     frozen, down = frozen_weights(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
-    gate, up = out1.split(list(rows[WIDE]), -1)
+    gate, up = out1.split(inner_width(rows), -1)
     act = gated_activation.reference(gate, up, activation)
     backward = lora.lora_linear_backward.reference
     d_act, da_down, db_down = backward(grad, act, [], down.members(), [], a[DOWN], b[DOWN], scales[DOWN], x.dtype, out3)
     wide = torch.cat(gated_activation_backward.reference(d_act, gate, up, activation), -1)
-    dx, da_gate, da_up, db_gate, db_up = backward(
-        wide, x, [], frozen.members(), [], a[WIDE], b[WIDE], scales[WIDE], x.dtype, out2
-    )
-    return [dx, da_gate, da_up, da_down, db_gate, db_up, db_down]
+    dx, *adapters = backward(wide, x, [], frozen.members(), [], a[WIDE], b[WIDE], scales[WIDE], x.dtype, out2)
+    count = len(a) - 1
+    return [dx, *adapters[:count], da_down, *adapters[count:], db_down]
 
 
 @lora_mlp_backward.provider(
@@ -235,7 +239,7 @@ def lora_mlp_backward(
 def _(*, grad, x, a, b, scales, rows, activation, out1, out2, out3, dying=(), **frozen):
     from tunecompile.templates import lora as pieces
 
-    (gate_and_up, down), inner = frozen_weights(x, rows=rows, **frozen), rows[0]
+    (gate_and_up, down), inner = frozen_weights(x, rows=rows, **frozen), inner_width(rows)
 
     def through_down(adapter):
         wide, gb = lora.beside(grad, adapter.shape[1], lambda g: g @ adapter)
@@ -246,10 +250,10 @@ def _(*, grad, x, a, b, scales, rows, activation, out1, out2, out3, dying=(), **
         pieces.append_columns(gb, both, 2 * inner)
         return both @ gate_and_up.stacked(a[WIDE], x.dtype), gb
 
-    width = padded(sum(rows[WIDE]) + a[0].shape[0] + a[1].shape[0])
-    gate_up = out1.reshape(-1, sum(rows[WIDE]))
+    width = padded(2 * inner + sum(m.shape[0] for m in a[WIDE]))
+    gate_up = out1.reshape(-1, 2 * inner)
     both = with_room(gate_up, width) if "out1" in dying else None
-    gate_up = gate_up if both is None else both[:, : sum(rows[WIDE])]
+    gate_up = gate_up if both is None else both[:, : 2 * inner]
     saved = (gate_up, out2, out3)
     return _joined(x, a, b, scales, activation, saved, through_down, through_wide, both, width)
 
@@ -281,6 +285,11 @@ def with_room(gate_up: Tensor, width: int) -> Tensor:
     return torch.cat([gate_up, gate_up.new_zeros(gate_up.shape[0], width - gate_up.shape[1])], 1)
 
 
+def of_projections(sums: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the scaled B of the projections to gate and up, from the template's sums [rank, F]."""
+    return [torch.cat([d.t() for d in sums])] if len(b) == 2 else [d.t() for d in sums]
+
+
 def _joined(x, a, b, scales, activation, saved, through_down, through_wide, both, width) -> list[Tensor]:
     """The backward around the template.
 
@@ -296,13 +305,9 @@ def _joined(x, a, b, scales, activation, saved, through_down, through_wide, both
     gate_up, xa, xa_down = saved
     ranks = [m.shape[0] for m in a]
     d_act, gb, g = through_down(on_diagonal(b[DOWN], scales[DOWN], x.dtype))
-    both, db_gate, db_up, da_down = template.backward(
-        d_act, gate_up, gb, xa, ranks[:2], activation, both=both, width=width
-    )
+    both, *db_wide, da_down = template.backward(d_act, gate_up, gb, xa, ranks[WIDE], activation, both=both, width=width)
     dx, gb = through_wide(both, on_diagonal(b[WIDE], scales[WIDE], x.dtype))
-    da_gate, da_up = (gb.t() @ x.reshape(-1, x.shape[-1])).split(ranks[:2])
-    d_a, d_b = (
-        (da_gate, da_up, da_down),
-        (db_gate.t() * scales[0], db_up.t() * scales[1], (g.t() @ xa_down) * scales[2]),
-    )
+    da_wide = (gb.t() @ x.reshape(-1, x.shape[-1])).split(ranks[WIDE])
+    d_a = (*da_wide, da_down)
+    d_b = [d * scale for d, scale in zip((*of_projections(db_wide, b), g.t() @ xa_down), scales)]
     return [dx.reshape(x.shape), *(d.to(m.dtype) for d, m in zip(d_a, a)), *(d.to(m.dtype) for d, m in zip(d_b, b))]

@@ -19,8 +19,10 @@ from tunecompile.ops.lora_mlp import (
     _refuse,
     forward_flops,
     frozen_weights,
+    inner_width,
     lora_mlp,
     lora_mlp_backward,
+    of_projections,
 )
 from tunecompile.ops.norms import compute_dtype
 
@@ -83,7 +85,7 @@ def lora_mlp_tiled(
         lora_mlp.reference(tokens[piece], *dense, a, b, scales, rows, 0, "", activation)[0]
         for piece in pieces(tokens.shape[0], tiles)
     ]
-    return torch.cat(y).reshape(*x.shape[:-1], rows[2])
+    return torch.cat(y).reshape(*x.shape[:-1], rows[-1])
 
 
 @lora_mlp_tiled.provider(
@@ -96,21 +98,21 @@ def _(*, x, a, b, scales, rows, activation, tiles, **frozen):
     from tunecompile.templates import lora as rooms
     from tunecompile.templates import swiglu
 
-    (gate_and_up, down), inner = frozen_weights(x, rows=rows, **frozen), rows[0]
+    (gate_and_up, down), inner = frozen_weights(x, rows=rows, **frozen), inner_width(rows)
     tokens, xa = x.reshape(-1, x.shape[-1]), lora.down(x, [], a[WIDE], x.dtype)
     wide = gate_and_up.written(b[WIDE], scales[WIDE], x.dtype)
     narrow = down.written(b[DOWN], scales[DOWN], x.dtype)
-    a_down = a[2].to(x.dtype).t()
+    a_down = a[-1].to(x.dtype).t()
     cut = pieces(tokens.shape[0], tiles)
     beside, act = _room(x, cut, wide.shape[1]), _room(x, cut, narrow.shape[1])
-    y = _room(x, [slice(0, tokens.shape[0])], rows[2])
+    y = _room(x, [slice(0, tokens.shape[0])], rows[-1])
     for piece in cut:
         count = piece.stop - piece.start
         rooms.write_beside(tokens[piece], xa[piece], beside)
         swiglu.forward(*(beside[:count] @ wide.t()).split(inner, 1), activation, out=act)
         rooms.append_columns(act[:count, :inner] @ a_down, act, inner)
         rooms.append_rows(act[:count] @ narrow.t(), y, piece.start)
-    return y.reshape(*x.shape[:-1], rows[2])
+    return y.reshape(*x.shape[:-1], rows[-1])
 
 
 def _room(like: Tensor, cut: Sequence[slice], width: int) -> Tensor:
@@ -149,7 +151,7 @@ def lora_mlp_tiled_backward(
         grad: of y, [..., K'] in its dtype. The others are those of `lora_mlp_tiled`.
 
     Returns:
-        [dx, dA of gate, up and down, dB of the same], each with the shape and dtype of its input.
+        [dx, dA of each projection, dB of the same], each with the shape and dtype of its input.
     """
     tokens, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     dense = _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
@@ -173,17 +175,17 @@ def _(*, grad, x, a, b, scales, rows, activation, tiles, **frozen):
     from tunecompile.templates import lora_mlp as template
     from tunecompile.templates import swiglu
 
-    (gate_and_up, down), inner, columns = frozen_weights(x, rows=rows, **frozen), rows[0], x.shape[-1]
+    (gate_and_up, down), inner, columns = frozen_weights(x, rows=rows, **frozen), inner_width(rows), x.shape[-1]
     tokens, grads, ranks = x.reshape(-1, columns), grad.reshape(-1, grad.shape[-1]), [m.shape[0] for m in a]
     through_wide, through_down = (on_diagonal(b[part], scales[part], x.dtype) for part in (WIDE, DOWN))
     xa, gb = lora.down(x, [], a[WIDE], x.dtype), grads @ through_down
     # [[W, scale B], [A, anything]], for both directions
     wide = gate_and_up.written(b[WIDE], scales[WIDE], x.dtype, below(a[WIDE], 2 * inner, x.dtype))
-    narrow, a_down = down.stacked(a[DOWN], x.dtype), a[2].to(x.dtype).t()
+    narrow, a_down = down.stacked(a[DOWN], x.dtype), a[-1].to(x.dtype).t()
     cut = pieces(tokens.shape[0], tiles)
     left, right = _room(x, cut, wide.shape[1]), _room(x, cut, narrow.shape[0])
     dx = _room(x, [slice(0, tokens.shape[0])], columns)
-    parts = template.begin(left.shape[0], inner, ranks[:2], gb)
+    parts = template.begin(left.shape[0], inner, ranks[WIDE], gb)
     xa_down, gb_wide = [], []
     for piece in cut:
         count = piece.stop - piece.start
@@ -194,14 +196,14 @@ def _(*, grad, x, a, b, scales, rows, activation, tiles, **frozen):
         xa_down.append(swiglu.forward(*gate_up.split(inner, 1), activation) @ a_down)
         rooms.write_beside(grads[piece], gb[piece], right)
         template.backward_of_piece(
-            right[:count] @ narrow, gate_up, gb[piece], xa[piece], ranks[:2], activation, parts, both
+            right[:count] @ narrow, gate_up, gb[piece], xa[piece], ranks[WIDE], activation, parts, both
         )
         gb_wide.append(both[:, : 2 * inner] @ through_wide)
         rooms.append_columns(gb_wide[-1], both, 2 * inner)
         rooms.append_rows(both @ wide[:, :columns], dx, piece.start)
-    db_gate, db_up, da_down = template.sums(parts, ranks[:2], ranks[2])
-    d_a = (*(torch.cat(gb_wide).t() @ tokens).split(ranks[:2]), da_down)
-    d_b = (db_gate.t() * scales[0], db_up.t() * scales[1], (grads.t() @ torch.cat(xa_down)) * scales[2])
+    *db_wide, da_down = template.sums(parts, ranks[WIDE], ranks[-1])
+    d_a = (*(torch.cat(gb_wide).t() @ tokens).split(ranks[WIDE]), da_down)
+    d_b = [d * scale for d, scale in zip((*of_projections(db_wide, b), grads.t() @ torch.cat(xa_down)), scales)]
     return [dx.reshape(x.shape), *(d.to(m.dtype) for d, m in zip(d_a, a)), *(d.to(m.dtype) for d, m in zip(d_b, b))]
 
 

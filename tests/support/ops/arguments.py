@@ -47,24 +47,28 @@ def with_lora_leaves(args, new):
 SCALES = [0.5, 2.0, 1.5]
 
 
-def mlp_adapters(dtype, columns=64, inner=128, out=16, ranks=(2, 1, 3)):
-    shapes = ((inner, columns), (inner, columns), (out, inner))
+APART = ((128, 64), (128, 64), (16, 128))  #: gate, up and down
+JOINT = ((256, 64), (16, 128))  #: one projection whose halves are gate and up, and down
+
+
+def mlp_adapters(dtype, shapes):
+    ranks = (2, 1, 3)[-len(shapes) :]
     a = [(torch.randn(r, k) / k**0.5).to(dtype).requires_grad_() for r, (_, k) in zip(ranks, shapes)]
     b = [torch.randn(n, r).to(dtype).requires_grad_() for r, (n, _) in zip(ranks, shapes)]
-    return shapes, a, b
+    return a, b
 
 
-def dense_mlp(dtype=torch.float32, activation="silu", adapted=None):
-    shapes, a, b = mlp_adapters(adapted or dtype)
+def dense_mlp(dtype=torch.float32, activation="silu", adapted=None, shapes=APART):
+    a, b = mlp_adapters(adapted or dtype, shapes)
     x = torch.randn(2, 3, 64).to(dtype).requires_grad_()
     weights = [(torch.randn(shape) / shape[1] ** 0.5).to(dtype) for shape in shapes]
-    return [x, weights, [], [], [], [], [], a, b, SCALES, [128, 128, 16], 0, "", activation]
+    return [x, weights, *[[]] * 5, a, b, SCALES[-len(shapes) :], [n for n, _ in shapes], 0, "", activation]
 
 
-def packed_mlp(double, activation="silu"):
+def packed_mlp(double, activation="silu", shapes=APART):
     pytest.importorskip("bitsandbytes")
 
-    lora_arguments = dense_mlp(activation=activation)
+    lora_arguments = dense_mlp(activation=activation, shapes=shapes)
     made = [quantized(*w.shape, double=double, dtype=torch.float32) for w in lora_arguments[1]]
     lora_arguments[1] = []
     lora_arguments[2:7] = [[args[i] for args, _ in made] if double or i < 2 else [] for i in range(5)]
