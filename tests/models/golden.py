@@ -8,9 +8,11 @@ A model whose code changes upstream, or a torch that traces it otherwise, shows 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 import tunecompile
 from tests.support import zoo
+from tests.support.models import mixtures
 from tunecompile._torch.known_bugs import GROUPED_MM_IN_FP32, installed
 from tunecompile.report.report import Report
 
@@ -110,6 +112,26 @@ GOLDEN: dict[int, dict[str, Row]] = {
     }
 }
 
+ADAPTED_4BIT = {"nf4": (4, 4), "lora": (4, 4), "grouped_linear": (3, 3)}
+MOE_4BIT = MOE | ADAPTED_4BIT
+SHARED_4BIT = MOE | {"swiglu": (2, 2)}  #: a shared expert beside
+LATENT_4BIT = SHARED_4BIT | {"nf4": (8, 8), "lora": (5, 5), "grouped_linear": (2, 2), "rms_norm": (4, 4)}
+HYBRID_4BIT = MOE | {"experts": (4, 4), "expert_rows": (6, 6), "swiglu": (5, 5), "rms_norm": (7, 7)}
+
+#: mixtures with linears and experts in 4 bits under adapters on linears: by the names of `tests.support.models.mixtures`
+IN_4BIT: dict[str, Row] = {
+    "mixtral": MOE_4BIT,
+    "granitemoe": MOE_4BIT,
+    **dict.fromkeys(("qwen3_moe", "olmoe"), MOE_4BIT | {"rms_norm": (4, 4)}),
+    "gpt_oss": MOE_4BIT | {"document_attention": (1, 1), "expert_biases": (2, 2)},
+    "qwen2_moe": SHARED_4BIT | {"nf4": (8, 8), "lora": (8, 8), "grouped_linear": (5, 5)},
+    "glm4_moe": SHARED_4BIT | {"nf4": (7, 7), "lora": (4, 4)},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT_4BIT),
+    "qwen3_next": HYBRID_4BIT | {"nf4": (15, 15), "lora": (9, 9), "add_rms_norm": (2, 2)},
+    "qwen3_5_moe": HYBRID_4BIT
+    | {"nf4": (17, 17), "lora": (17, 17), "grouped_linear": (10, 10), "add_rms_norm": (2, 2)},
+}
+
 #: where layers with experts run eagerly in fp32: what is found in the others
 EAGER_EXPERTS: dict[str, Row] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "qwen2_moe"), {"linear_cross_entropy": (1, 1)}),
@@ -134,10 +156,22 @@ def expected(family: str) -> tuple[Row, bool]:
     return GOLDEN[int(transformers.partition(".")[0])][family], False
 
 
-def table(family: str) -> tuple[Row, float, Report]:
-    """(what is found in it, the worst gradient's distance to eager's, the report)."""
+def adapted(family: str) -> nn.Module:
+    """A small model under adapters."""
+    return zoo.adapt(zoo.make(family))
+
+
+def in_4bit(family: str) -> nn.Module:
+    """A mixture with linears and experts in 4 bits, and adapters on linears."""
+    model = mixtures.make(family)
+    tunecompile.quantize_experts(model)
+    return zoo.adapt(zoo.quantize(model))
+
+
+def table(model: nn.Module) -> tuple[Row, float, Report]:
+    """(what is found in a model, the worst gradient's distance to eager's, the report)."""
     torch._dynamo.reset()
-    model, inputs = zoo.adapt(zoo.make(family)), zoo.batch()
+    inputs = zoo.batch()
     _, expected = zoo.step(model, inputs)
     _, got = zoo.step(tunecompile.optimize(model, executor="eager"), inputs)
     report = tunecompile.report(model)
@@ -152,8 +186,8 @@ if __name__ == "__main__":
     import transformers
 
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
-    for name in zoo.NAMES:
-        found, error, _ = table(name)
+    for name, make in [*((name, adapted) for name in zoo.NAMES), *((name, in_4bit) for name in IN_4BIT)]:
+        found, error, _ = table(make(name))
         print(
             f"{name:12s} {error:.1e}  "
             + "  ".join(f"{family} {rewritten}/{of}" for family, (of, rewritten) in found.items()),

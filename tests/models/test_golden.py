@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_a_familys_row(family):
     if not hasattr(transformers, f"{zoo.NAMES[family][0]}ForCausalLM"):
         pytest.skip(f"transformers {transformers.__version__} has no such model")
-    (row, eager), (found, error, report) = golden.expected(family), golden.table(family)
+    (row, eager), (found, error, report) = golden.expected(family), golden.table(golden.adapted(family))
     assert row == found, f"{differences(row, found)}\n{report}"
     assert error < 1e-5, f"a gradient is {error:.1e} from eager's\n{report}"
     assert eager == bool(find(report, *EAGER)) and not find(report, "compiled-without-rewrites"), (
@@ -39,3 +39,14 @@ def differences(row: golden.Row, found: golden.Row) -> str:
 
 def test_every_family_has_a_row():
     assert all(set(rows) == set(zoo.NAMES) for rows in golden.GOLDEN.values())
+
+
+@pytest.mark.slow  # a quick case of clones behind mutations: tests/passes/test_nf4.py
+@pytest.mark.parametrize("family", golden.IN_4BIT)
+def test_a_row_of_experts_and_linears_in_4_bits(family):
+    pytest.importorskip("bitsandbytes")
+    found, error, report = golden.table(golden.in_4bit(family))
+    row = golden.IN_4BIT[family]
+    assert row == found, f"{differences(row, found)}\n{report}"
+    assert error < 1e-5, f"a gradient is {error:.1e} from eager's\n{report}"
+    assert not find(report, *EAGER, "compiled-without-rewrites"), report

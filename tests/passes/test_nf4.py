@@ -128,14 +128,21 @@ def test_a_shape_that_an_earlier_piece_hands_over():
     assert context.tallies[0].rewritten == 0 and "no constant" in context.tallies[0].refused[0]
 
 
-@pytest.mark.parametrize("mutated", [False, True])
-def test_clones_go_once_nothing_is_mutated(mutated):
-    """Passes over experts remove mutations, behind which canonicalize left PEFT's clones of 4-bit products."""
+@pytest.mark.parametrize("mutated, stays", [("never", False), ("before", False), ("between", True), ("behind", False)])
+def test_clones_go_where_nothing_is_mutated_before_they_are_read(mutated, stays):
+    """Routers of many mixtures mutate their scores, behind PEFT's clones of 4-bit products."""
     graph = Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
+
+    def mutate(when):
+        if mutated == when:
+            graph.call_method("mul_", (y, 2))
+
+    mutate("before")
     clone = graph.call_method("clone", (x,))
-    if mutated:
-        graph.call_method("mul_", (y, 2))
-    graph.output(graph.call_function(operator.add, (clone, y)))
+    mutate("between")
+    total = graph.call_function(operator.add, (clone, y))
+    mutate("behind")
+    graph.output(total)
     PASSES[0].run(graph, SimpleNamespace(tallies=[]))
-    assert any(node.target == "clone" for node in graph.nodes) is mutated
+    assert any(node.target == "clone" for node in graph.nodes) is stays

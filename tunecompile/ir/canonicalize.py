@@ -342,19 +342,25 @@ def canonicalize_graph(graph: Graph) -> None:
 
 
 def drop_clones(graph: Graph) -> None:
-    """Remove clones that only arithmetic reads, in a graph without mutations: PEFT clones 4-bit results "defensively".
+    """Remove clones that only arithmetic reads, before anything is mutated: PEFT clones 4-bit results "defensively".
 
     A clone with other users stays: they may return its memory, and a caller who then mutates a region's result must not
-    mutate a second one with it.
+    mutate a second one with it. So does one with a mutation between it and what reads it, which may be of what was
+    cloned. (Routers mutate their scores in many models, far behind.)
 
     Args:
         graph: of any dialect. It is changed in place.
     """
-    if any(is_mutation(node) for node in graph.nodes):
-        return
+    mutations = 0
+    before = {}  #: node -> how many mutations stand before it
+    for node in graph.nodes:
+        before[node] = mutations
+        mutations += is_mutation(node)
     for node in list(graph.nodes):
-        clones = node.target in ("clone", torch.clone) and len(node.args) == 1 and not node.kwargs
-        if clones and all(user.target in _BINARY or user.target in _UNARY for user in node.users):
+        if node.target not in ("clone", torch.clone) or len(node.args) != 1 or node.kwargs:
+            continue
+        arithmetic = all(user.target in _BINARY or user.target in _UNARY for user in node.users)
+        if arithmetic and all(before[user] == before[node] for user in node.users):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
