@@ -1,0 +1,51 @@
+"""The support table of experts on a real GPU, in bf16, with the templates: adapters, all weights, experts in 4 bits."""
+
+import copy
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.models.mixtures import MIXTURES, WAYS, make, prepared
+from tests.support.models.packed import named
+from tests.support.notes import BROKEN, EAGER, find
+
+pytest.importorskip("peft")
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+DEVICE = "cuda"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_gradients_are_no_further_from_fp32_than_eagers(family, way):
+    """Op by op, so that sixty models take no minutes of Inductor's; test_gpu_experts.py has whole layers of its code."""
+    pytest.importorskip("bitsandbytes")
+    try:
+        ours, dense = prepared(make(family).to(DEVICE, torch.bfloat16), family, way)
+    except (AttributeError, TypeError) as error:  # of another transformers
+        pytest.skip(str(error))
+    inputs = zoo.batch(device=DEVICE)
+
+    def step(model):
+        loss, gradients = zoo.step(model, inputs)
+        return loss, named(model, gradients)
+
+    wide, true = step(copy.deepcopy(dense).float())
+    loss, theirs = step(dense)
+    tunecompile.optimize(ours, executor="eager")
+    mine, got = step(ours)
+    eagers, errors = (zoo.errors(each, true, 1e-3) for each in (theirs, got))
+    assert sum(errors.values()) <= 1.1 * sum(eagers.values()), (errors, eagers)
+    worst = max(errors, key=lambda name: errors[name] / max(eagers[name], torch.finfo(torch.bfloat16).eps))
+    assert errors[worst] <= 2 * max(eagers[worst], torch.finfo(torch.bfloat16).eps), (
+        worst,
+        errors[worst],
+        eagers[worst],
+    )
+    assert abs(mine - wide) <= max(2 * abs(loss - wide), 1e-2)
+    report = tunecompile.report(ours)
+    assert not find(report, *EAGER, *BROKEN, "compiled-without-rewrites"), report
+    kinds = len(report.regions)
+    counts = {match.family: (match.found, match.rewritten) for match in report.matches}
+    assert counts["experts"] == (2 * kinds, 2 * kinds) and counts["expert_rows"] == (3 * kinds, 3 * kinds), report
