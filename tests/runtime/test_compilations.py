@@ -57,6 +57,8 @@ def test_an_encoders_length_that_the_decoders_does_not_follow():
         inputs = translation(rows, length, target, seed)
         assert model(**inputs).loss.item() == pytest.approx(reference(**inputs).loss.item(), rel=1e-5)
     assert compiles(model) == [2, 2]
+    (head,) = [m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy"]
+    assert (head.found, head.rewritten) == (1, 1)  # with the bias beside it
 
 
 @pytest.mark.slow

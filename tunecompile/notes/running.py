@@ -153,6 +153,7 @@ REASONS = {
     # what a loss does that is not computed without logits
     "two-tanh": NoteKind("two tanh in a row"),
     "tanh-not-scaled-back": NoteKind("a tanh that is not scaled back"),
+    "bias-not-of-product": NoteKind("a bias is added to logits that were scaled or normalised"),
     "changed-after-softcap": NoteKind("logits are changed after the soft-cap"),
     "scale-not-constant": NoteKind("logits are scaled by a value that is no constant"),
     "slice-not-understood": NoteKind("logits are sliced in a way that is not understood"),

@@ -18,6 +18,7 @@ from tunecompile.runtime.loss_head.logits import (
     RESHAPES,
     SLICES,
     TANH,
+    AddBias,
     Logits,
     LogitStep,
 )
@@ -28,7 +29,7 @@ _SCALE = _MULTIPLY | QUOTIENTS | QUOTIENTS_IN_PLACE
 
 @dataclass(frozen=True)
 class Chain:
-    """hidden [..., H] -> softcap * tanh(scale * x / softcap), with x the head's product, [..., V].
+    """hidden [..., H] -> softcap * tanh(scale * x / softcap), with x the head's product, [..., V], plus `bias`.
 
     Then log_softmax of it, if `normalized`.
     """
@@ -38,6 +39,7 @@ class Chain:
     softcap: float = 0.0
     tanh: bool = False
     normalized: bool = False
+    bias: Tensor | None = None  #: [V], besides the head's own
 
     @property
     def rows(self) -> Tensor:
@@ -56,9 +58,9 @@ def understand(recipe: Logits, steps: Sequence[LogitStep] | None = None) -> Chai
         if step.function in _SCALE:
             chain = _scaled(chain, step)
         elif step.function in TANH:
-            if chain.tanh or chain.normalized:
-                raise Unfit(note("two-tanh") if chain.tanh else note("log-probs-changed"))
-            chain = replace(chain, tanh=True)
+            chain = _bent(chain)
+        elif isinstance(step.function, AddBias):
+            chain = _with_bias(chain, step.function.bias)
         elif step.function in SLICES:
             chain = replace(chain, hidden=chain.hidden[_rows(step.args[0], chain.hidden.dim() - 1)])
         elif step.function in RESHAPES:
@@ -70,6 +72,18 @@ def understand(recipe: Logits, steps: Sequence[LogitStep] | None = None) -> Chai
     if chain.softcap:  # softcap * tanh(scale' * x) with scale' = scale / softcap
         chain = replace(chain, scale=chain.scale * chain.softcap)
     return chain
+
+
+def _bent(chain: Chain) -> Chain:
+    if chain.tanh or chain.normalized:
+        raise Unfit(note("two-tanh") if chain.tanh else note("log-probs-changed"))
+    return replace(chain, tanh=True)
+
+
+def _with_bias(chain: Chain, bias: Tensor) -> Chain:
+    if chain.tanh or chain.normalized or chain.bias is not None or chain.scale != 1:
+        raise Unfit(note("bias-not-of-product"))
+    return replace(chain, bias=bias)
 
 
 def _scaled(chain: Chain, step: LogitStep) -> Chain:

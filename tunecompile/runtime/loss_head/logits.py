@@ -195,6 +195,7 @@ PRODUCTS = {Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__}
 QUOTIENTS = {Tensor.div, torch.div, Tensor.__truediv__, Tensor.true_divide}
 PRODUCTS_IN_PLACE, QUOTIENTS_IN_PLACE = {Tensor.mul_}, {Tensor.div_}
 TANH = {Tensor.tanh, torch.tanh}
+SUMS = {Tensor.add, torch.add, Tensor.__add__, Tensor.__radd__}
 
 
 @handles(RECORD, *CASTS, *COPIES, *RESHAPES, *SLICES, *PRODUCTS, *QUOTIENTS, *TANH)
@@ -213,6 +214,34 @@ def record(func: Callable, args: tuple, kwargs: dict) -> Any:
         meta is None or not meta.is_floating_point() or (func is Tensor.view and meta.dtype != recipe.meta.dtype)
     )  # their bits, or to whole numbers
     return NotImplemented if changed else recipe.then(LogitStep(func, args, kwargs), meta)
+
+
+@dataclass(frozen=True, eq=False)
+class AddBias:
+    """A step that adds a number a word, [V]. Equal only to itself, as steps are compared."""
+
+    bias: Tensor
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits + self.bias
+
+
+@handles(RECORD, *SUMS)
+def add_bias(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """A bias outside the head, as of BART. It is copied, since the logits may be computed once it has changed."""
+    if len(args) != 2 or kwargs:
+        return NotImplemented
+    lazy, bias = args if isinstance(args[0], LazyTensor) else args[::-1]
+    recipe = recipe_of(lazy)
+    if not isinstance(recipe, Logits) or not recipe.deferred or type(bias) not in (Tensor, torch.nn.Parameter):
+        return NotImplemented
+    words = recipe.product.vocabulary
+    one_a_word = bias.shape[-1:] == (words,) and bias.numel() == words and bias.dim() <= recipe.meta.dim()
+    if not one_a_word or recipe.meta.shape[-1] != words or bias.requires_grad:
+        return NotImplemented
+    if bias.device != recipe.hidden.device or not bias.dtype == recipe.product.dtype == recipe.meta.dtype:
+        return NotImplemented
+    return recipe.then(LogitStep(AddBias(bias.detach().reshape(-1).clone())), torch.empty_like(recipe.meta))
 
 
 @handles(RECORD, *PRODUCTS_IN_PLACE, *QUOTIENTS_IN_PLACE)

@@ -150,11 +150,10 @@ def _arguments(
     product, dtype = recipe.head.now(recipe.product), recipe.product.dtype
     with torch.autocast(hidden.device.type, enabled=False):  # the head ran under its own, which the loss need not share
         inner, outer = product.inner(hidden), product.outer()
-    hidden, weight, bias = (
-        hidden.to(dtype),
-        product.weight.to(dtype),
-        None if product.bias is None else product.bias.to(dtype),
-    )
+    hidden, weight = hidden.to(dtype), product.weight.to(dtype)
+    bias = None if product.bias is None else product.bias.to(dtype)
+    if chain.bias is not None:
+        bias = chain.bias if bias is None else bias + chain.bias
     trained = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
     return (
         hidden,
