@@ -9,7 +9,7 @@ from tunecompile.ir.match import Match, cast
 from tunecompile.ir.rewrite import apply, rewrite
 from tunecompile.ops import add_layer_norm, layer_norm
 from tunecompile.ops.norms import compute_dtype
-from tunecompile.passes.recognize.add_rms_norm import alike
+from tunecompile.passes.recognize.add_rms_norm import alike, in_one_dtype
 
 __all__ = ["ADD", "PASS"]
 
@@ -107,7 +107,7 @@ def _is_anchor(node):
 
 
 def _build(x, residual, weight, bias, eps):
-    made = add_layer_norm(x, residual, weight, bias, eps)
+    made = add_layer_norm(*in_one_dtype(x, residual), weight, bias, eps)
     return made[0], made[1]
 
 

@@ -41,16 +41,11 @@ def test_residual_that_is_broadcast(other):
     )
 
 
-def test_residual_of_another_dtype():
-    check(
-        residual,
-        random(2, 3, 8, dtype=torch.bfloat16),
-        random(2, 3, 8),
-        random(8),
-        passes=ADD,
-        expect={"rms_norm": 1},
-        tol=1e-2,
-    )
+@pytest.mark.parametrize("narrow", [0, 1])
+def test_residual_of_another_dtype(narrow):
+    """As under autocast, whose linears add bf16 to a residual in fp32."""
+    sides = [random(2, 3, 8, dtype=torch.bfloat16 if side == narrow else torch.float32) for side in range(2)]
+    check(residual, *sides, random(8), passes=ADD, expect={"add_rms_norm": 1}, tol=1e-2)
 
 
 def test_total_read_before_the_norm():
