@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from tunecompile.compiler.pass_manager import recognize
-from tunecompile.ir.canonicalize import value
+from tunecompile.ir.canonicalize import name_of, value
 from tunecompile.ir.match import Match
 from tunecompile.ir.rewrite import rewrite
 from tunecompile.ops import clamped_gate
@@ -78,12 +78,25 @@ def _is_clamped(node):
     return any(isinstance(side, Node) and side.target in (torch.clamp, "clamp") for side in sides)
 
 
+_PRODUCTS = {"linear", "addmm", "matmul", "lora_linear"}
+_STEPS = {"to", "view", "reshape", "contiguous", "dropout"}
+
+
+def _leads_to_product_alone(node):
+    """Whether only linears read it, also after a cast, a view or dropout: an MLP without a gate."""
+    users = [user for user in node.users if user.op != "placeholder"]
+    return bool(users) and all(
+        name_of(user.target) in _PRODUCTS or (name_of(user.target) in _STEPS and _leads_to_product_alone(user))
+        for user in users
+    )
+
+
 def anchors(graph):
     calls = [node for node in graph.nodes if node.op == "call_function"]
     return [
         node
         for node in calls
-        if node.target in (F.silu, F.gelu)
+        if (node.target in (F.silu, F.gelu) and not _leads_to_product_alone(node))
         or (node.target in _OTHERS and _is_gate(node))
         or (node.target is torch.sigmoid and _is_clamped(node))
     ]

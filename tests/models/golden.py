@@ -55,7 +55,7 @@ GOLDEN: dict[int, dict[str, Row]] = {
         | {"lora": (4, 4)},  # its siblings are one linear
         "glm": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)},
         "glm4": NARROW | {"rms_norm": (4, 4), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)},
-        "starcoder2": NARROW | NORMS | {"rope": (2, 2), "swiglu": (1, 0)},  # an activation without a gate
+        "starcoder2": NARROW | NORMS | {"rope": (2, 2)},
         "stablelm": ADAPTED | NORMS | {"rope": (2, 2), "swiglu": (1, 1)},
         "nemotron": NARROW | NORMS | {"rope": (2, 2)},
         "arcee": NARROW | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2)},
@@ -97,7 +97,6 @@ GOLDEN: dict[int, dict[str, Row]] = {
             "linear_cross_entropy": (1, 1),
             "lora": (4, 4),
             "rope": (2, 2),
-            "swiglu": (1, 0),
             "layer_norm": (2, 2),
         },
         "gpt2": NORMS
@@ -106,7 +105,6 @@ GOLDEN: dict[int, dict[str, Row]] = {
             "linear_cross_entropy": (1, 1),
             "lora": (4, 4),
             "rope": (2, 2),
-            "swiglu": (1, 0),
             "layer_norm": (2, 2),
         },  # a product with a transposed weight
     }

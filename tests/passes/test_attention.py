@@ -96,6 +96,12 @@ def weights_read(q, k, v, mask, bias):
     return weights @ v + weights.sum()
 
 
+def weights_returned(q, k, v, mask, bias):
+    """As blocks of MPT, GPT-J and BLOOM do, whether their caller reads them or not."""
+    weights = F.softmax((q @ k.mT + mask).float(), dim=-1).to(q.dtype)
+    return weights @ v, weights
+
+
 def over_queries(q, k, v, mask, bias):
     return (q @ k.mT + mask).softmax(-2) @ v
 
@@ -114,6 +120,7 @@ def scores_squared(q, k, v, mask, bias):
         (dropped, "dropout"),
         (capped, "soft-capped"),
         (weights_read, "read elsewhere"),
+        (weights_returned, "returns its weights"),
         (over_queries, "more than"),
         (filled_with_little, "more than"),
         (scores_squared, "more than"),

@@ -109,6 +109,16 @@ def test_does_not_match(mutation):
     check(MUTATIONS[mutation], random(2, 3, 8), random(2, 3, 8), passes=PASSES, expect={})
 
 
+def test_an_activation_without_a_gate_is_no_near_miss():
+    def mlp(x, up, down):
+        return F.linear(F.dropout(F.gelu(F.linear(x, up)).to(x.dtype), 0.0), down)
+
+    seen = check(mlp, random(2, 3, 8), random(12, 8), random(8, 12), passes=PASSES, expect={})
+    assert not seen.refused
+    seen = check(lambda g, u: (F.silu(g) + 1) * u, random(2, 3, 8), random(2, 3, 8), passes=PASSES, expect={})
+    assert seen.refused
+
+
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_two_dtypes(dtypes):
     check(

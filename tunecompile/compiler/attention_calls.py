@@ -79,7 +79,7 @@ def written_out_attention(graph: Graph) -> dict[Node, FoundAttention | str]:
     found: dict[Node, FoundAttention | str] = {}
     for node in graph.nodes:
         if _is(node, "matmul") and len(node.args) == 2 and (weights := _softmax_of(node.args[0])) is not None:
-            found[node] = _written_out(node) or _WHY[weights]
+            found[node] = _written_out(node) or (_RETURNED if _is_returned(node.args[0]) else _WHY[weights])
     return found
 
 
@@ -87,6 +87,18 @@ _WHY = {
     "dropout": "its weights have dropout",
     "softmax": "its scores are more than a product, a factor and masks, or are read elsewhere too",
 }
+
+
+_RETURNED = "the layer returns its weights"
+
+
+def _is_returned(weights: Any) -> bool:
+    """Whether the weights, or what they were before casts, are a result of the graph."""
+    while isinstance(weights, Node):
+        if any(user.op == "output" for user in weights.users):
+            return True
+        weights = weights.args[0] if _casts_or_keeps_all(weights) else None
+    return False
 
 
 def _softmax_of(node: Any) -> str | None:
