@@ -14,7 +14,7 @@ import triton.language as tl
 from . import _tiles
 from ._launch import launch, next_power_of_2
 
-__all__ = ["collect", "outer", "rows", "tiles"]
+__all__ = ["collect", "outer", "rows", "tiles", "zero_behind", "zero_idle"]
 
 FIELDS = 4  #: of a tile: its expert, its first row, the end of the expert's rows; and one to stay aligned
 NARROW = 64  #: a product of at most so many columns is an adapter's, and limited by reading rows
@@ -323,3 +323,68 @@ def collect(y, places, choices, dtype):
         num_warps=tile.num_warps,
     )
     return out
+
+
+@triton.jit
+def zero_idle_kernel(offsets, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (part, expert)."""
+    expert = tl.program_id(1)
+    start = 0
+    if expert > 0:
+        start = tl.load(offsets + expert - 1).to(tl.int32)
+    end = tl.load(offsets + expert).to(tl.int32)
+    if end <= start:
+        out += expert.to(tl.int64) * SIZE
+        for begin in range(tl.program_id(0) * BLOCK, SIZE, tl.num_programs(0) * BLOCK):
+            element = begin + tl.arange(0, BLOCK)
+            tl.store(out + element, tl.zeros((BLOCK,), dtype=out.dtype.element_ty), mask=element < SIZE)
+
+
+def zero_idle(out: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Set the matrices of experts without rows to 0, in place. Most programs read two offsets and end.
+
+    Args:
+        out: [E, M, N], contiguous, any dtype.
+        offsets: [E], int32 or int64: where the rows of each expert end.
+
+    Raises:
+        ValueError: it is not contiguous, or there are not as many offsets.
+    """
+    if not out.is_contiguous() or out.shape[0] != offsets.shape[0]:
+        raise ValueError(f"{tuple(out.shape)} of strides {out.stride()} and {offsets.shape[0]} offsets do not fit")
+    size = out.shape[1] * out.shape[2]
+    launch(zero_idle_kernel, (16, out.shape[0]), offsets, out, SIZE=size, BLOCK=1024, num_warps=4)
+
+
+@triton.jit
+def zero_behind_kernel(
+    offsets, out, rows, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program: a tile of rows."""
+    last = tl.load(offsets + EXPERTS - 1).to(tl.int32)
+    first = tl.program_id(0) * ROWS
+    if first + ROWS > last:
+        for index in range(0, ROWS):
+            row = first + index
+            if (row >= last) & (row < rows):
+                for begin in range(0, COLUMNS, BLOCK):
+                    column = begin + tl.arange(0, BLOCK)
+                    value = tl.zeros((BLOCK,), dtype=out.dtype.element_ty)
+                    tl.store(out + row.to(tl.int64) * COLUMNS + column, value, mask=column < COLUMNS)
+
+
+def zero_behind(out: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Set rows behind the last offset to 0, in place. Most programs read the offset and end.
+
+    Args:
+        out: [S, N], contiguous, any dtype.
+        offsets: [E], int32 or int64: where the rows of each expert end.
+
+    Raises:
+        ValueError: it is not contiguous.
+    """
+    if not out.is_contiguous():
+        raise ValueError(f"rows must be contiguous, not of strides {out.stride()}")
+    tile = {"COLUMNS": out.shape[1], "ROWS": 64, "BLOCK": min(1024, next_power_of_2(out.shape[1]))}
+    grid = (triton.cdiv(out.shape[0], tile["ROWS"]),)
+    launch(zero_behind_kernel, grid, offsets, out, out.shape[0], EXPERTS=offsets.shape[0], **tile, num_warps=4)

@@ -223,6 +223,8 @@ def cases(
             lambda y, places: experts.collect(y, places, 8, torch.float32),
             [e(512, 2048), order],
         ),
+        "experts_zero_idle": (experts.zero_idle, [e(128, 768, 2048), offsets]),
+        "experts_zero_behind": (experts.zero_behind, [e(512, 2048), offsets]),
         "delta_prepare": (
             lambda k, v, g, beta, numbers: delta_chunks.prepare(k, v, g, beta, numbers),
             [*heads[1:], sums, rates, numbers],

@@ -98,3 +98,24 @@ def test_what_does_not_fit(device):
         experts.collect(x.t(), torch.arange(6, device=device), 2, x.dtype)
     with pytest.raises(ValueError, match="do not fit"):
         experts.outer(x.t(), x.t(), offsets)
+
+
+@pytest.mark.parametrize("loads", LOADS)
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_zeros_stand_where_products_write_nothing(loads, kind, device):
+    offsets = torch.tensor(loads).cumsum(0).to(device, kind)
+    stack = torch.randn(len(loads), 72, 40, device=device, dtype=torch.float16)
+    rows = torch.randn(sum(loads) + 70, 40, device=device, dtype=torch.float16)
+    kept, wanted = stack.clone(), rows.clone()
+    experts.zero_idle(stack, offsets)
+    experts.zero_behind(rows, offsets)
+    for expert, load in enumerate(loads):
+        kept[expert] *= load > 0
+    wanted[sum(loads) :] = 0
+    assert torch.equal(stack, kept) and torch.equal(rows, wanted)
+    experts.zero_behind(rows[: sum(loads)], offsets)
+    assert torch.equal(rows, wanted)
+    with pytest.raises(ValueError):
+        experts.zero_behind(rows.t(), offsets)
+    with pytest.raises(ValueError):
+        experts.zero_idle(stack.transpose(1, 2), offsets)

@@ -17,6 +17,7 @@ from tunecompile.ops.experts.products import (
     biases_of_rows,
     inside,
     refuse_grouped,
+    zeroed_behind,
 )
 
 __all__ = ["grouped_lora_linear", "grouped_lora_linear_backward"]
@@ -140,7 +141,7 @@ def _backward(
     if used is None or used[1]:
         d_weight = by.outer(x, grad, offsets) if transposed else by.outer(grad, x, offsets)
     d_bias = bias_gradient(by, grad, offsets, bias) if used is None or used[-1] else None
-    return [torch.where(inside(x.shape[0], offsets), dx, 0), d_weight, *d_a, *d_b, d_bias]
+    return [zeroed_behind(dx, offsets), d_weight, *d_a, *d_b, d_bias]
 
 
 @grouped_lora_linear_backward.provider(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.fake_tensors import is_fake
-from tunecompile.ir.op import Cost, op
+from tunecompile.ir.op import Cost, has_triton, op
+from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.notes import Note, note
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "expert_rows",
     "inside",
     "refuse_grouped",
+    "zeroed_behind",
 ]
 
 
@@ -110,8 +112,24 @@ def _torch_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """torch leaves experts without rows unwritten (pytorch#172439): here they are set to 0."""
     ends = offsets.to(torch.int32)
     made = torch._grouped_mm(left.t(), right, offs=ends)
+    if on_gpu(made) and has_triton():
+        from tunecompile.templates import experts
+
+        experts.zero_idle(made, ends)
+        return made
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     return torch.where((ends > starts)[:, None, None], made, 0)
+
+
+def zeroed_behind(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Return rows [S, N] with 0 in those of no expert: in place on a GPU, where a copy of all would take as long as two
+    readings."""
+    if on_gpu(rows) and has_triton():
+        from tunecompile.templates import experts
+
+        experts.zero_behind(rows, offsets)
+        return rows
+    return torch.where(inside(rows.shape[0], offsets), rows, 0)
 
 
 #: by a loop over experts
