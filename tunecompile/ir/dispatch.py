@@ -12,7 +12,7 @@ import torch
 from tunecompile._torch.autograd import no_autocast
 from tunecompile.errors import NoSecondDerivative
 
-__all__ = ["Formula", "refuse_second_derivative", "register_formula", "without_autocast"]
+__all__ = ["Formula", "refuse_second_derivative", "register_formula", "rules", "without_autocast"]
 
 
 def without_autocast(fn: Callable) -> Callable:
@@ -41,13 +41,14 @@ class Formula:
     differentiable: int  #: how many outputs, counted from the first, have a gradient
 
 
-def register_formula(library: torch.library.Library, name: str, formula: Formula) -> None:
-    """Register the derivative of an op: save what the formula names, and call its backward op with it.
+def rules(formula: Formula) -> tuple[Callable, Callable]:
+    """Return what torch's autograd calls: save what the formula names, and call its backward op with it.
 
     Args:
-        library: that defines the op.
-        name: of the op, without its namespace.
-        formula: its derivative.
+        formula: the derivative of an op.
+
+    Returns:
+        `setup_context` and `backward`, as `torch.library.register_autograd` takes them.
     """
     names = formula.parameters
 
@@ -76,6 +77,18 @@ def register_formula(library: torch.library.Library, name: str, formula: Formula
                 gradients.update({name: gradient for name in shared if name not in ctx.absent})
         return tuple(gradients[name] for name in names)
 
+    return setup_context, backward
+
+
+def register_formula(library: torch.library.Library, name: str, formula: Formula) -> None:
+    """Register the derivative of an op.
+
+    Args:
+        library: that defines the op.
+        name: of the op, without its namespace.
+        formula: its derivative.
+    """
+    setup_context, backward = rules(formula)
     torch.library.register_autograd(f"{library.ns}::{name}", backward, setup_context=setup_context, lib=library)
 
 

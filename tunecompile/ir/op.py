@@ -118,6 +118,7 @@ class Op:
     opaque: bool = False  #: called as it is: no provider is traced in its place
     providers: list[Provider] = field(default_factory=list)  #: in the order of registration
     backward_op: Op | None = None  #: made by `Op.backward`; it has providers of its own
+    formula: Formula | None = None  #: what `Op.backward` was told
     #: an op that computes the first output tile by tile; it takes `tiles` besides, and saves only its arguments
     tiled: Op | None = None
 
@@ -265,7 +266,8 @@ class Op:
             self.backward_op = made
             shared = tuple((g,) if isinstance(g, str) else tuple(g) for g in gives)
             refuse_second_derivative(_library, made.name)
-            register_formula(_library, self.name, Formula(self.parameters, made, tuple(saves), shared, outputs))
+            self.formula = Formula(self.parameters, made, tuple(saves), shared, outputs)
+            register_formula(_library, self.name, self.formula)
             return made
 
         return register
