@@ -23,6 +23,7 @@ from tunecompile.integrations.export.safetensors import save_merged
 from tunecompile.integrations.packed_experts.checkpoint import packed_config
 from tunecompile.integrations.packed_experts.load import nf4_config
 from tunecompile.integrations.packed_experts.quantize import quantize_experts
+from tunecompile.integrations.registered import register
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.rewrite import rewrite
 from tunecompile.planner.liveness import tensor_bytes
@@ -57,6 +58,7 @@ __all__ = [
     "quantize_experts",
     "recognize",
     "refuse_gpu",
+    "register",
     "report",
     "restore",
     "rewrite",

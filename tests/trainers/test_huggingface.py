@@ -121,6 +121,7 @@ def test_processes_that_train_nothing_import_nothing(tmp_path):
 def test_a_script_that_knows_nothing_of_us(tmp_path):
     code = f"""
 import torch, transformers
+assert "tunecompile" in transformers.AttentionInterface() and "tunecompile" in transformers.AttentionMaskInterface()
 from tests.support import zoo
 from tests.trainers.test_huggingface import trainer
 made = trainer({str(tmp_path)!r}, [])

@@ -37,6 +37,15 @@ class HostTooOld(TunecompileError):
     )
 
 
+class UnknownAttention(TunecompileError, ValueError):
+    """Raised by attention that transformers calls by the name `tunecompile`."""
+
+    template = (
+        "Attention by the name tunecompile does not know what {kind} gives it: {given}. Load the model with another "
+        "attn_implementation."
+    )
+
+
 class UnknownPrecision(TunecompileError, ValueError):
     """Raised by `optimize(precision=...)`."""
 

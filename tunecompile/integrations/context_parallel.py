@@ -16,7 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-INTERFACE = "tunecompile_outside"
+from tunecompile.integrations.registered.names import NAME
+
+#: by the name of an implementation, that of the same outside of graphs
+OUTSIDE = {"sdpa": "tunecompile_outside", NAME: "tunecompile_registered_outside"}
 
 
 def is_shared() -> bool:
@@ -34,6 +37,14 @@ def attention(*args: Any, **kwargs: Any) -> Any:
     return sdpa_attention_forward(*args, **kwargs)
 
 
+@torch.compiler.disable(reason="context_parallel sends keys and values around")
+def registered(*args: Any, **kwargs: Any) -> Any:
+    """The attention of our name, outside of graphs."""
+    from transformers import AttentionInterface
+
+    return AttentionInterface()[NAME](*args, **kwargs)
+
+
 def can_run_outside(owner: Any) -> bool:
     """Whether the layers of this module use transformers' attention interface. Ours is registered there from now on."""
     interface = getattr(sys.modules.get("transformers"), "AttentionInterface", None)
@@ -43,7 +54,8 @@ def can_run_outside(owner: Any) -> bool:
         or not getattr(owner, "_supports_attention_backend", False)
     ):
         return False
-    interface.register(INTERFACE, attention)
+    interface.register(OUTSIDE["sdpa"], attention)
+    interface.register(OUTSIDE[NAME], registered)
     return True
 
 
@@ -53,8 +65,8 @@ def _attention_outside(owner: Any) -> Iterator[None]:
     found = [vars(module).get("config") for module in owner.modules()]
     configs = list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
     before = [(config, config._attn_implementation_internal) for config in configs]
-    for config, _ in before:
-        config._attn_implementation_internal = INTERFACE
+    for config, name in before:
+        config._attn_implementation_internal = OUTSIDE.get(name, OUTSIDE["sdpa"])
     try:
         yield
     finally:
@@ -66,7 +78,7 @@ def outside(padding: Any) -> contextlib.AbstractContextManager:
     """Around a layer whose owner has an `Unpadding`: where `context_parallel` has replaced attention, it runs outside
     of compiled code.
     """
-    if padding is None or not is_shared() or padding.owner.config._attn_implementation_internal != "sdpa":
+    if padding is None or not is_shared() or padding.owner.config._attn_implementation_internal not in OUTSIDE:
         return contextlib.nullcontext()
     padding.shared = True
     return _attention_outside(padding.owner)

@@ -29,6 +29,21 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         **_TRANSFORMERS,
     ),
     *group(
+        "`tunecompile.register` ends with an error",
+        "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS",
+        "transformers.integrations.moe.grouped_mm_experts_forward",
+        "transformers.integrations.sdpa_attention.repeat_kv",
+        "transformers.masking_utils.eager_mask",
+        "transformers.masking_utils.sdpa_mask",
+        **_TRANSFORMERS,
+    ),
+    *group(
+        "`verify` compares attention and experts by the name `tunecompile` with themselves",
+        "transformers.PreTrainedConfig._experts_implementation_internal",
+        "transformers.PreTrainedModel._supports_sdpa",
+        **_TRANSFORMERS,
+    ),
+    *group(
         "context parallelism ends with an error, and attention of towers is a loop over images",
         "transformers.integrations.sdpa_attention.sdpa_attention_forward",
         **_TRANSFORMERS,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from tunecompile.errors import HostOptions, MissingHost
+from tunecompile.integrations.registered import register
 from tunecompile.trainers.door import check_host
 from tunecompile.trainers.huggingface import Callback
 
@@ -56,11 +57,15 @@ class Plugin(BasePlugin):
     """
 
     def register(self, cfg: dict) -> None:
-        """Refuse kernels of axolotl's, and keep it from choosing some by itself, which it does for what is unset."""
+        """Refuse kernels of axolotl's, and keep it from choosing some by itself, which it does for what is unset.
+
+        `attn_implementation: tunecompile` and `experts_implementation: tunecompile` are known from then on.
+        """
         check_host("axolotl", oldest="0.12", newest="0.19")
         if clashing := clashes(cfg):
             raise HostOptions(host="axolotl", options=", ".join(clashing))
         cfg.update(dict.fromkeys(_KERNELS, False))
+        register()
 
     def get_input_args(self) -> str:
         """The class of our keys, which axolotl validates."""

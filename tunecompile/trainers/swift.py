@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunecompile.errors import MissingHost
+from tunecompile.integrations.registered import register as register_names
 from tunecompile.trainers.door import check_host, options_of_run
 from tunecompile.trainers.huggingface import Callback
 
@@ -20,7 +21,7 @@ PLUGIN = Path(__file__).parent / "external" / "swift_callback.py"  #: what `--ex
 
 
 def register() -> None:
-    """Put the callback among those that `--callbacks` names.
+    """Put the callback among those that `--callbacks` names, and ours among the names that `--attn_impl` takes.
 
     Raises:
         MissingHost: ms-swift is not installed.
@@ -32,6 +33,7 @@ def register() -> None:
     except ImportError as missing:
         raise MissingHost(door="tunecompile.trainers.swift", package="ms-swift") from missing
     callbacks_map["tunecompile"] = _made
+    register_names()
 
 
 def _made(args: Any, trainer: Any) -> Callback:

@@ -22,6 +22,7 @@ from tunecompile._torch.autograd import plain_functions
 from tunecompile._torch.modules import linear, reparametrized
 from tunecompile.errors import CannotVerify, summary
 from tunecompile.integrations.packed_experts.stacks import set_dtype
+from tunecompile.integrations.registered.names import unregistered
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.runtime.find_layers import find_layers
 
@@ -105,6 +106,7 @@ def twin_of(model: nn.Module, dtype: torch.dtype | None, checkpointed: bool = Tr
         CannotVerify: the model cannot be copied.
     """
     twin = _copy(model)
+    unregistered(twin)
     for module in twin.modules():
         if getattr(module, "gradient_checkpointing", None) is True:
             module.gradient_checkpointing = False  # layers are checkpointed here

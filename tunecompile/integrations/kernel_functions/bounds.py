@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tunecompile.integrations.kernel_functions.fork import TEST, TOLD, Fork, fork_of
 from tunecompile.integrations.kernel_functions.substitute import HOME, Substitution, is_own
+from tunecompile.integrations.registered.names import NAME
 from tunecompile.notes import Note, note
 from tunecompile.ops import document_mask
 
@@ -34,6 +35,7 @@ class Bounds:
 
 BOUNDS = Bounds()
 _SDPA = "transformers.integrations.sdpa_attention"
+_OURS = "tunecompile.integrations.registered.attention"
 
 
 def requested(itself: Callable) -> Callable:
@@ -109,9 +111,11 @@ def takes_bounds(module: nn.Module, fork: Fork) -> bool:
     name = module.config._attn_implementation
     if name == "eager":
         return not fork.reads_weights
-    known = getattr(sys.modules.get(_SDPA), "sdpa_attention_forward", None)
+    places = {"sdpa": (_SDPA, "sdpa_attention_forward"), NAME: (_OURS, "attention")}  # ours goes on to torch's
+    home, function = places.get(name, ("", ""))
+    known = getattr(sys.modules.get(home), function, None)
     table = getattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS", None)
-    return name == "sdpa" and known is not None and table is not None and table.get(name) is known
+    return known is not None and table is not None and table.get(name) is known
 
 
 def _prepare(kind: type) -> Note | None:

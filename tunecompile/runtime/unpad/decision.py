@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tunecompile._torch.autograd import in_checkpoint
 from tunecompile.integrations import context_parallel, loss_caller
+from tunecompile.integrations.registered.names import NAME
 from tunecompile.ir.op import HALF
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.documents import read_mask, read_padding
@@ -74,7 +75,7 @@ def refused_now(owner: nn.Module) -> Note | None:
         if not half:  # told here, before layers are compiled in vain
             return note("no-unpadded-kernel")
     config = getattr(owner, "config", None)
-    if (name := getattr(config, "_attn_implementation", "sdpa")) not in ("sdpa", "eager"):
+    if (name := getattr(config, "_attn_implementation", "sdpa")) not in ("sdpa", "eager", NAME):
         return note("other-attention", str(name))
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if getattr(config, name, False):

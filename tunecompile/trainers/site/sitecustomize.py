@@ -1,13 +1,14 @@
 """Python runs this file at its start where `tunecompile run` has put its folder first on the path.
 
 It imports nothing but the standard library: most processes of a run (workers, compilers) train nothing. Where one of
-them imports transformers' Trainer, the Trainer's default callbacks get one more; where one makes an optimizer of
-torch's, the model of its parameters is looked for. Another `sitecustomize` that would have run without this one runs
-all the same.
+them imports transformers' models, `tunecompile` becomes a name of attention and experts; where it imports the Trainer,
+the Trainer's default callbacks get one more; where one makes an optimizer of torch's, the model of its parameters is
+looked for. Another `sitecustomize` that would have run without this one runs all the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.machinery
 import importlib.util
@@ -53,6 +54,14 @@ class Loader:
         self.add(module)
 
 
+def add_names(models):
+    """Take `tunecompile` as the name of an implementation of attention and of experts."""
+    with contextlib.suppress(Exception):  # a transformers without such names says itself that it does not know one
+        from tunecompile.integrations.registered import register
+
+        register()
+
+
 def add_callback(trainer):
     """Put the callback among those that every Trainer gets."""
     from tunecompile.trainers.huggingface import from_environment
@@ -74,7 +83,11 @@ def watch_optimizers(optim):
     optim.Optimizer.__init__ = made
 
 
-HOSTS = {"transformers.trainer": add_callback, "torch.optim.optimizer": watch_optimizers}
+HOSTS = {
+    "transformers.modeling_utils": add_names,
+    "transformers.trainer": add_callback,
+    "torch.optim.optimizer": watch_optimizers,
+}
 
 
 def run_other():
