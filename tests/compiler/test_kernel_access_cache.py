@@ -113,7 +113,12 @@ class Kernel:
     ]
 
 
-@pytest.mark.parametrize("kernel", [Kernel(), SimpleNamespace(fn=Kernel())], ids=["kernel", "tuned"])
+def tuned(kernel, *choices):
+    """As triton.autotune makes one."""
+    return SimpleNamespace(fn=kernel, configs=[SimpleNamespace(kwargs=choice) for choice in choices])
+
+
+@pytest.mark.parametrize("kernel", [Kernel(), tuned(Kernel())], ids=["kernel", "tuned"])
 def test_numbers_are_alike(kernel):
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -137,6 +142,17 @@ def test_numbers_are_alike(kernel):
 )
 def test_numbers_that_triton_looks_at_are_not(other):
     assert access_key(Kernel(), {"n": 4096, "BLOCK": 64}, {}) != access_key(Kernel(), other, {})
+
+
+def test_launches_with_options_share_the_answer(asked):
+    """torch wraps the kernel anew for each of them, and takes the wrapper off when it lowers them."""
+    kernel = Kernel()
+    with analyses_answered_by(AccessCache().answer):
+        for launched in (tuned(kernel, {}), tuned(kernel, {}), kernel):
+            ask(launched, {"x": fake(4), "n": 8, "BLOCK": 64})
+        for launched in (tuned(kernel, {"BLOCK": 64}), tuned(kernel, {"BLOCK": 32}, {"BLOCK": 64})):
+            ask(launched, {"x": fake(4), "n": 8})
+    assert len(asked) == 2  # the second one with BLOCK=32
 
 
 @pytest.mark.parametrize("kwargs, descriptors", [({"x": [1]}, {}), ({"x": 1}, {"x": "a TMA descriptor"})])

@@ -37,7 +37,7 @@ class AccessCache:
         """
         if (arguments := access_key(kernel, kwargs, descriptors)) is None:
             return analyse(kernel, kwargs, descriptors)
-        key = getattr(analyse, "__name__", ""), id(kernel), arguments
+        key = getattr(analyse, "__name__", ""), id(_plain(kernel)[0]), arguments
         if key not in self._known:
             # The kernel is kept, too, so that no other object gets its id.
             self._known[key] = analyse(kernel, kwargs, descriptors), kernel
@@ -56,15 +56,27 @@ def access_key(kernel: Any, kwargs: Mapping[str, Any], descriptors: Mapping[str,
     """
     if descriptors:
         return None
-    function = getattr(kernel, "fn", None)  # an autotuned kernel has its parameters there
-    parameters = getattr(kernel, "params", None) or getattr(function, "params", ())
+    kernel, chosen = _plain(kernel)
+    parameters = getattr(kernel, "params", ())
     numbers = {parameter.name for parameter in parameters if not parameter.is_constexpr}
-    key = tuple((name, *_kind(value, name in numbers)) for name, value in sorted(kwargs.items()))
+    key = tuple((name, *_kind(value, name in numbers)) for name, value in sorted({**kwargs, **chosen}.items()))
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _plain(kernel: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The kernel that an autotuned one tunes, and the constants of the choice that torch analyses, its first one.
+
+    Torch makes a new autotuned kernel for each launch that is given `num_warps` or `num_stages`. Tracing sees that one,
+    lowering the plain kernel.
+    """
+    configs = getattr(kernel, "configs", None)
+    if configs is None:
+        return kernel, {}
+    return kernel.fn, configs[0].kwargs if configs else {}
 
 
 def _kind(value: Any, number: bool) -> tuple[Any, ...]:
