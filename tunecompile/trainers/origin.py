@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from tunecompile._torch.distributed import several
 from tunecompile._torch.fake_tensors import TorchDispatchMode
 from tunecompile.notes import Note, note
+from tunecompile.runtime.unpad.refusals import gathers
 
 __all__ = ["origin"]
 
 TORCH = str(Path(inspect.getfile(torch)).parent) + os.sep
+SENDS = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  #: namespaces of collectives
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -29,7 +32,8 @@ def origin(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], step: int) 
     """Repeat a forward pass without gradients and dropout, and return a note on where its values cease to be finite.
 
     The pass is an evaluation's, which is never compiled; random numbers are drawn from a copy of their state. Of
-    several ranks none repeats anything, since the others would have to take part.
+    several ranks each repeats its own, as long as no other has to take part: nothing is repeated where weights are in
+    parts, and the pass ends before anything is sent.
 
     Args:
         model: that gave a loss that is not finite.
@@ -38,14 +42,22 @@ def origin(model: nn.Module, args: tuple, kwargs: Mapping[str, Any], step: int) 
         step: number of the step.
 
     Returns:
-        The note; None where all values are finite, or the pass fails, as it does if memory is short.
+        The note; None where all values are finite, where other ranks would be needed, or the pass fails, as it does if
+        memory is short.
     """
-    if several():
+    if isinstance(model, DistributedDataParallel):  # it sends buffers before each pass
+        model = model.module
+    if several() and _in_parts(model):
         return None
     look = _Look(model, step)
     with contextlib.suppress(Exception), _as_evaluation(model), look:
         model(*args, **kwargs)
     return look.found or look.likely
+
+
+def _in_parts(model: nn.Module) -> bool:
+    """Whether a rank holds parts of weights, which are gathered, or whose outputs are summed, while the model runs."""
+    return gathers(model) or any(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
 @contextlib.contextmanager
@@ -61,8 +73,12 @@ def _as_evaluation(model: nn.Module) -> Iterator[None]:
                 module.training = True
 
 
+class _OthersNeeded(Exception):
+    """The pass would send something to other ranks, which do not expect it."""
+
+
 class _Look(TorchDispatchMode):
-    """Stops at the first result that is not finite, or the first weight."""
+    """Looks for the first result that is not finite, or the first weight."""
 
     def __init__(self, model: nn.Module, step: int):
         super().__init__()
@@ -94,6 +110,8 @@ class _Look(TorchDispatchMode):
         self.inside.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace in SENDS:
+            raise _OthersNeeded
         broken = [] if self.found else [each for each in tree_leaves((args, kwargs)) if not _is_finite(each)]
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__

@@ -18,6 +18,7 @@ from tests.integrations.distributed.common import (
     whole,
 )
 from tests.integrations.distributed.ranks import slow
+from tests.support import zoo
 from tests.support.notes import find, has
 from tests.support.planted import planted_passes
 from tunecompile import passes
@@ -31,6 +32,37 @@ def _in_one_piece(make, rank, ranks):
 
 def adapters(rank, ranks):
     _in_one_piece(model, rank, ranks)
+
+
+def the_op_of_the_first_nan(rank, ranks):
+    """Each rank looks for itself: one has a batch that breaks, the other its gradients alone. Nothing is sent for it."""
+    for sends in (False, True):
+        made = zoo.Stack(lambda: Divides(sends), 2).train()
+        watcher = tunecompile.watch(made)
+        wrapped = DistributedDataParallel(made)
+        rule = torch.optim.SGD(made.parameters(), lr=0.1)
+        for turn in range(2):
+            broken = turn == 1 and (rank == 1 or sends)
+            wrapped(torch.ones(2, 8) * (0.0 if broken else 1.0)).backward()
+            rule.step()
+            rule.zero_grad()
+        watcher.stop()
+        codes = [each.code for each in watcher.findings]
+        assert ("loss-not-finite" in codes) == broken and "gradients-not-finite" in codes, codes
+        assert ("made-not-finite" in codes) == (broken and not sends), codes
+
+
+class Divides(torch.nn.Module):
+    """Of its input by itself; perhaps with a sum over ranks before."""
+
+    def __init__(self, sends):
+        super().__init__()
+        self.linear, self.sends = torch.nn.Linear(8, 8), sends
+
+    def forward(self, x):
+        if self.sends:
+            x = torch.distributed.nn.functional.all_reduce(x)
+        return self.linear(x / x.detach())
 
 
 @slow
