@@ -78,7 +78,7 @@ def _is_clamped(node):
     return any(isinstance(side, Node) and side.target in (torch.clamp, "clamp") for side in sides)
 
 
-_PRODUCTS = {"linear", "addmm", "matmul", "lora_linear"}
+_PRODUCTS = {"linear", "addmm", "matmul", "tunecompile.lora_linear"}
 _STEPS = {"to", "view", "reshape", "contiguous", "dropout"}
 
 
