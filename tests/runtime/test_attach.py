@@ -20,6 +20,7 @@ from tunecompile.errors import NotAModule, NotOptimized
 from tunecompile.planner.hardware import Rates
 from tunecompile.runtime import attach
 from tunecompile.runtime.memory import budget
+from tunecompile.runtime.parts.layers import EntryHook
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -342,3 +343,17 @@ def test_workers_start_before_the_model_is_moved_to_the_gpu(gpu, executor, start
     monkeypatch.setattr(attach, "start_compile_workers", lambda driver: made.append(driver))
     tunecompile.optimize(nn.Linear(2, 2), executor=executor)
     assert made == started  # Triton's driver would choose a GPU
+
+
+def test_each_owners_call_looks_at_its_own_layers():
+    """At every step, so that a model with a tower, mergers and a decoder does not look at all of them three times."""
+    import transformers
+
+    halves = {f"{half}_layers": 2 for half in ("encoder", "decoder")}
+    halves |= {f"{half}_attention_heads": 2 for half in ("encoder", "decoder")}
+    model = transformers.BartModel(transformers.BartConfig(vocab_size=16, d_model=8, **halves))
+    tunecompile.optimize(model, executor="eager")
+    hooks = [h for m in model.modules() for h in m._forward_pre_hooks.values() if isinstance(h, EntryHook)]
+    seen = [slot for hook in hooks for slot in hook.slots]
+    state = model._tunecompile
+    assert len(hooks) == 2 and len(seen) == len(set(seen)) == len([*state.slots, *state.norms])

@@ -54,7 +54,7 @@ class LayerSlot:
 
     def __init__(self, step: Step, layer: nn.Module, region: Region):
         self.step, self.layer, self.region = step, layer, region
-        self.place = 0  #: among all layers
+        self.place, self.stack = 0, 0  #: among all layers, and the number of its list of layers
         self.first = False  #: in its list of layers
         self.checkpoint = False  #: whether the user enabled gradient checkpointing
         #: a checkpoint function of the user's, called with the layer and its arguments by position
@@ -227,7 +227,7 @@ class LayerSlot:
         kind, sizes = self._kind(args, kwargs)
         budget = self.budget
         if self.region.kept is not None:
-            self.region.kept.enter(self.place)
+            self.region.kept.enter(self.place, self.stack)
         if budget is None:
             self.variant = self.region.variant(RECOMPUTE if self.checkpoint else KEEP, kind)
             return self.step.telling(lambda: self._call(args, kwargs))

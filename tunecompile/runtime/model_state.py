@@ -76,8 +76,11 @@ class Part:
     def attach(self, state: State) -> None:
         """At `optimize`: put hooks and slots in place."""
 
-    def follow(self, state: State) -> None:
-        """At the model's entry, in training and scoring steps: look for changes of the model since the last step."""
+    def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
+        """At the entry of a module that owns layers, in training and scoring steps: look for changes since the last.
+
+        slots: of the layers that it is about to call.
+        """
 
     def before_step(self, state: State, call: ModelCall) -> None:
         """At the model's entry, in training steps alone."""
@@ -162,10 +165,10 @@ class State(NotCopied):
         self.notes += notes
         self.attach()
 
-    def follow(self) -> None:
-        """A training or scoring step begins."""
+    def follow(self, slots: Sequence[LayerSlot]) -> None:
+        """A training or scoring step of some layers begins."""
         for part in self.parts:
-            part.follow(self)
+            part.follow(self, slots)
 
     def before_step(self, call: ModelCall) -> None:
         """A training step begins."""

@@ -20,6 +20,7 @@ from tests.support.memory.weight_cache import (
     step,
 )
 from tunecompile.ops import lora_linear
+from tunecompile.runtime.memory.weight_cache import WeightCache
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -250,3 +251,16 @@ def test_no_room_and_no_wish():
         model = build(memory)
         step(model)
         assert not kept(model).bytes
+
+
+def test_layers_of_another_list_run_between(monkeypatch):
+    """A tower's mergers: adapters of each list are written once a step, before its first layer."""
+    cache, written = WeightCache(), []
+    monkeypatch.setattr(cache, "begin", written.append)
+    for _ in range(2):
+        cache.expect()
+        for place, stack in ((0, 0), (1, 0), (4, 1), (2, 0), (5, 1), (3, 0)):
+            cache.enter(place, stack)
+    assert written == [0, 1, 0, 1]
+    cache.enter(1, 0)  # by itself, behind an optimizer's step
+    assert written[4:] == [0]

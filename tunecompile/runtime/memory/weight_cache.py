@@ -3,9 +3,9 @@
 4-bit weights stay dequantised there, where a budget leaves room for that. Dense weights move in (weight_move.py).
 
 Each matrix product of adapted linears gets one matrix, [[W, scale B], [A, 0]]. The forward pass multiplies by its upper
-part, the backward pass by its left part. W is written once. A and B change at every optimizer step, so they are written
-before a step's first layer, all in one launch. The compiled graphs take the matrix in the place of the first weight
-that it holds. The matrix of dense weights is [W; A].
+part, the backward pass by its left part. W is written once. A and B change at every optimizer step, so those of a list
+of layers are written before its first layer, all in one launch. The compiled graphs take the matrix in the place of the
+first weight that it holds. The matrix of dense weights is [W; A].
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class FusedWeight:
         self.a: list[Tensor] = []
         self.b: list[Tensor] = []
         self.scales: tuple[float, ...] = ()
+        self.stack: int | None = None  #: whose layers read it; None where those of several do
 
     def holds(self, weights: Sequence[Tensor]) -> bool:
         return all(
@@ -79,20 +81,30 @@ class FusedWeight:
         return found
 
 
+@dataclass(frozen=True)
+class Writer:
+    """Writes the adapters of a stack's layers."""
+
+    write: Callable[[], None]
+    addresses: list[int]  #: of the adapters
+
+
 class WeightCache:
     """All matrices of one model."""
 
     def __init__(self, moves: bool | None = None) -> None:
         self.moves = moves  #: whether dense weights may move; None as long as that is not known
-        self.last = 0  #: place of the layer that ran last; above all places before a step
+        #: place of the layer of each stack that ran last; above all places before a step. Layers of one stack may be
+        #: called between those of another (mergers in a tower)
+        self.last: dict[int, int] = {}
+        self.stack = 0  #: the stack whose layer runs
         self.matrices: dict[
             tuple, Tensor
         ] = {}  #: by their weights' addresses, shape and dtype (adapters differ in targets and rank)
         self.moved: dict[
             tuple, FusedWeight
         ] = {}  #: of dense weights, which alone hold their memory: they may be moved to another device
-        self.write_all: Callable[[], None] | None = None  #: writes all adapters
-        self.addresses: list[int] = []  #: of the adapters that it writes
+        self.writers: dict[int, Writer] = {}  #: by stack
 
     @property
     def bytes(self) -> int:
@@ -102,7 +114,7 @@ class WeightCache:
     def release(self) -> None:
         """Drop all matrices. A pending backward keeps those that it needs."""
         self.matrices.clear()
-        self.write_all = None
+        self.writers.clear()
 
     def move_out(self) -> None:
         """Give dense weights memory of their own again."""
@@ -114,32 +126,31 @@ class WeightCache:
 
     def expect(self) -> None:
         """A step begins."""
-        self.last = sys.maxsize
+        self.last.clear()
 
-    def enter(self, place: int) -> None:
-        """Before a layer's call. Its place tells whether it is the step's first: layers may be called by themselves."""
-        if place <= self.last and not in_backward():  # checkpoints call layers in the backward pass
-            self.begin()
-        self.last = place
+    def enter(self, place: int, stack: int = 0) -> None:
+        """Before a layer's call. Its place tells whether it is the first: layers may be called by themselves."""
+        if place <= self.last.get(stack, sys.maxsize) and not in_backward():  # checkpoints call layers in the backward
+            self.begin(stack)
+        self.last[stack], self.stack = place, stack
 
-    def begin(self) -> None:
-        """Before a step's first layer: write adapters. Optimizers step, some without autograd's version counters."""
+    def begin(self, stack: int) -> None:
+        """Before a stack's first layer: write adapters. Optimizers step, some without autograd's version counters."""
         if not self.matrices and not self.moved:
             return
         with plain_tensors():  # 4-bit parameters would answer each question in Python
             self._prune()
-            matrices = [*(values._matrix for values in self.matrices.values()), *self.moved.values()]
-            addresses = [adapter.data_ptr() for matrix in matrices for adapter in (*matrix.a, *matrix.b)]
-            if self.write_all is None or addresses != self.addresses:
-                found = [
-                    *((values, values._matrix) for values in self.matrices.values()),
-                    *((matrix_of(key[1], matrix.weights[0]()), matrix) for key, matrix in self.moved.items()),
-                ]
-                self.write_all, self.addresses = (
-                    writer([piece for values, matrix in found for piece in matrix.pieces(values)]),
-                    addresses,
-                )
-            self.write_all()
+            held = [(None, values, values._matrix) for values in self.matrices.values()]
+            held += [(key[1], None, matrix) for key, matrix in self.moved.items()]
+            held = [each for each in held if each[2].stack in (stack, None)]
+            addresses = [adapter.data_ptr() for *_, matrix in held for adapter in (*matrix.a, *matrix.b)]
+            known = self.writers.get(stack)
+            if known is None or addresses != known.addresses:
+                pieces = []
+                for shape, values, matrix in held:
+                    pieces += matrix.pieces(matrix_of(shape, matrix.weights[0]()) if values is None else values)
+                known = self.writers[stack] = Writer(writer(pieces), addresses)
+            known.write()
 
     def _prune(self) -> None:
         """Drop matrices whose weights were replaced or moved, or whose adapters lost their memory."""
@@ -149,7 +160,7 @@ class WeightCache:
                 stays = _stands(key, matrix) if found is self.moved else _at(key, matrix)
                 if not stays or not all(adapter.untyped_storage().nbytes() for adapter in (*matrix.a, *matrix.b)):
                     del found[key]
-                    self.write_all = None
+                    self.writers.clear()
 
     def forward(self, run: Run, positions: Sequence[FusedWeightSlots]) -> Run:
         kept = weakref.ref(self)  # Dynamo's cache holds the code that it runs, out of reach of Python's collector
@@ -170,7 +181,7 @@ class WeightCache:
             with plain_tensors():
                 for position in positions:
                     if _adapt(inputs[position.place], position, inputs) and kept() is not None:
-                        kept().write_all = None
+                        kept().writers.clear()
             return run(inputs)
 
         return call
@@ -179,7 +190,10 @@ class WeightCache:
         weights = [inputs[weight[0]] for weight in position.weights]
         values = self._standing(position, weights) if position.dense else self._dequantized(position, inputs, weights)
         if _adapt(values, position, inputs):
-            self.write_all = None
+            self.writers.clear()
+        if values._matrix.stack not in (self.stack, None):  # shared weights
+            values._matrix.stack = None
+            self.writers.clear()
         return values
 
     def _dequantized(self, position: FusedWeightSlots, inputs: list, weights: list[Tensor]) -> Tensor:
@@ -197,6 +211,7 @@ class WeightCache:
                 values, row, position.columns, [inputs[m] if isinstance(m, int) else m[0] for m in weight]
             )
         values._matrix = FusedWeight(weights, position.columns)
+        values._matrix.stack = self.stack
         return values
 
     def _standing(self, position: FusedWeightSlots, weights: list[Tensor]) -> Tensor:
@@ -206,6 +221,7 @@ class WeightCache:
             matrix = None
         if matrix is None:
             matrix = self.moved[_key(position, weights)] = FusedWeight(weights, position.columns)
+            matrix.stack = self.stack
         values = matrix_of(position.shape, weights[0])
         values._matrix = matrix
         return values

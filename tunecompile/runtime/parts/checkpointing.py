@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tunecompile.integrations.transformers import PassThrough, only_checkpoints
 from tunecompile.notes import Note, note
+from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import Part, State
 
 
 class Checkpointing(Part):
     """Layers follow `gradient_checkpointing_enable` and its opposite, between any two steps."""
 
-    def follow(self, state: State) -> None:
+    def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
         """Each layer runs the variant that recomputes inside. A function that does more than checkpoint, as
         transformers' does with
         `offload=True`, is called around the layer, unless a budget plans what is saved."""
         if not state.stacks:
             return
         planned = (state.memory is not None or bool(state.step.budgets)) and not state.checkpointed
-        for slot in state.slots:
+        for slot in slots:
             slot.checkpoint, slot.checkpointed_by = bool(getattr(slot.layer, "gradient_checkpointing", False)), None
             function = slot.layer.__dict__.get("_gradient_checkpointing_func")
             if not slot.checkpoint or function is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tunecompile.integrations import trl
 from tunecompile.notes import Note, note
+from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.loss_head.fused_forward import FusedForward
 from tunecompile.runtime.model_state import Part, State
 from tunecompile.runtime.step import NotCopied
@@ -27,9 +29,9 @@ class FusedHead(Part):
             return
         if state.model is not state.base():
             self.handle = state.model.register_forward_pre_hook(_Entry(self, state))
-        self.follow(state)
+        self.follow(state, ())
 
-    def follow(self, state: State) -> None:
+    def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
         base = state.base()
         forward = base.__dict__.get("forward")
         if forward is None or not state.heads or trl.fused_head(forward) is None:
@@ -60,4 +62,4 @@ class _Entry(NotCopied):
         self.part, self.state = part, state
 
     def __call__(self, module: nn.Module, args: tuple) -> Any:
-        self.part.follow(self.state)
+        self.part.follow(self.state, ())

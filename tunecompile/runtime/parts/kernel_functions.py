@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tunecompile.integrations.kernel_functions import Substitution, substitute, trace_by_bounds
 from tunecompile.notes import Note
+from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import Part, State
 
 
@@ -14,9 +17,9 @@ class KernelFunctions(Part):
         self.found: list[Substitution] | None = None
 
     def attach(self, state: State) -> None:
-        self.follow(state)
+        self.follow(state, ())
 
-    def follow(self, state: State) -> None:
+    def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
         if self.found is None:
             kinds = {type(module) for module in state.model.modules()}
             found = substitute(kinds)

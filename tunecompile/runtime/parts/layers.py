@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -35,13 +36,14 @@ class Layers(Part):
         # a decoder's call counts as the step, its encoder's does not
         longest = max(reversed(state.stacks), key=lambda stack: len(stack.members), default=None)
         for stack in state.stacks:
-            self._attach_stack(state, stack)
-            hook = EntryHook(state, stack.owner, counts=stack is longest)
+            hook = EntryHook(state, stack.owner, self._attach_stack(state, stack), counts=stack is longest)
             self.handles.append(stack.owner.register_forward_pre_hook(hook, with_kwargs=True))
         for index, region in enumerate(state.regions):
             region.effort.number = (index + 1, len(state.regions))
 
-    def _attach_stack(self, state: State, stack: LayerStack) -> None:
+    def _attach_stack(self, state: State, stack: LayerStack) -> list[LayerSlot]:
+        """Fill the slots of the layers, and of the norms beside them, and return them."""
+        before = len(state.slots), len(state.norms)
         kinds: dict[tuple, Region] = {}
         for index, layer in enumerate(stack.members):
             if slot_of(layer) is not None:
@@ -53,7 +55,7 @@ class Layers(Part):
                 kinds[kind] = _region(state, "_".join((*stack.path.split("."), type(layer).__name__, *number)))
                 state.regions.append(kinds[kind])
             slot = LayerSlot(state.step, layer, kinds[kind])
-            slot.place, slot.first = len(state.slots), index == 0
+            slot.place, slot.stack, slot.first = len(state.slots), state.stacks.index(stack), index == 0
             fill(layer, slot)
             state.slots.append(slot)
         for norm in find_norms(stack.owner):
@@ -62,6 +64,7 @@ class Layers(Part):
                 slot = NormSlot(state.step, norm, Region(name, state.passes, state.settings.executor))
                 fill(norm, slot)
                 state.norms.append(slot)
+        return [*state.slots[before[0] :], *state.norms[before[1] :]]
 
     def _attach_whole(self, state: State) -> None:
         if slot_of(state.model) is not None:
@@ -73,9 +76,9 @@ class Layers(Part):
         fill(state.model, slot)
         state.slots.append(slot)
 
-    def follow(self, state: State) -> None:
+    def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
         """Modules inside layers may have come, gone, or got hooks."""
-        late = [slot.follow_modules() for slot in (*state.slots, *state.norms)]
+        late = [slot.follow_modules() for slot in slots]
         if any(late) and (found := note("hooks-replaced", steps=TURNS)) not in state.notes:
             state.notes.append(found)
 
@@ -101,8 +104,8 @@ class EntryHook(NotCopied):
     out of it.
     """
 
-    def __init__(self, state: State, owner: nn.Module, counts: bool):
-        self.state, self.counts = state, counts
+    def __init__(self, state: State, owner: nn.Module, slots: Sequence[LayerSlot], counts: bool):
+        self.state, self.slots, self.counts = state, slots, counts
         self.takes_cache = "use_cache" in inspect.signature(owner.forward).parameters
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
@@ -114,7 +117,7 @@ class EntryHook(NotCopied):
         step.enter(module)
         step.scoring = scores(module, self.takes_cache, args, kwargs or {})
         if step.active or step.scoring:
-            self.state.follow()
+            self.state.follow(self.slots)
         if not step.active:
             for budget in step.budgets if not step.scoring else ():
                 budget.pause()
@@ -157,7 +160,7 @@ class WholeSlot(LayerSlot):
 
     def _run_step(self, args: tuple, kwargs: dict) -> Any:
         if self.step.active:
-            self.state.follow()
+            self.state.follow([self])
             self.state.before_step(ModelCall(args, kwargs))
         return super().__call__(*args, **kwargs)
 

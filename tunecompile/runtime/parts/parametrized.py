@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from tunecompile.integrations import peft_parametrize
@@ -22,7 +24,7 @@ class ParametrizedModules(Part):
         for slot in state.slots:
             self._look(slot)
 
-    def follow(self, state: State) -> None:
+    def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
         """Adapters and 4-bit stacks may have come since."""
         for slot in state.slots:
             # layers are looked at within the first step: until then, and once more behind it, nobody tells of changes

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tunecompile.integrations.peft_trace import substitute
+from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import Part, State
 
 
 class PeftFunctions(Part):
     """Looked for at every step: PEFT may be imported after `optimize`."""
 
-    def follow(self, state: State) -> None:
+    def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
         substitute()
