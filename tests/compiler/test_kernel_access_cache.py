@@ -189,6 +189,7 @@ def test_answers_are_torchs_own(monkeypatch):
 
     monkeypatch.setattr(ACCESSES, "_known", {})
     monkeypatch.setattr(AccessCache, "answer", answer_both)
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)  # a graph on disk is not analysed
     model = tunecompile.optimize(build("llama", "qlora"))
     zoo.step(model, zoo.batch(4099, 2, 256, "cuda"), torch.bfloat16)
     assert not find(model, "compiled-without-rewrites", *EAGER)

@@ -199,7 +199,7 @@ def test_chunks_are_bounded_by_bytes():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_trained_heads_gradient_is_summed_in_fp32(dtype, monkeypatch):
     """Over many chunks, whose sum in half precision would lose what each adds."""
-    monkeypatch.setattr(module, "_step", lambda weight, trained: 64)
+    monkeypatch.setattr(module, "step_rows", lambda weight, trained: 64)
     hidden, weight = (torch.randn(rows, 64, device="cuda").to(dtype) for rows in (4096, 500))
     labels = torch.randint(0, 500, (4096,), device="cuda")
     _, (ours, found) = gradients(fused, (hidden, weight, None), labels)
