@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import os
 import random
@@ -18,7 +20,15 @@ from tests.support.mutants.mutate import FOLDERS, ROOT, Mutant, Planter, all_mut
 
 TESTS = ("ir", "planner", "compiler", "passes", "runtime", "ops", "estimate", "verification")
 SECONDS = 20.0  #: of tests for one mutant, as long as they took without one
-LONGEST = 60.0  #: seconds after which a mutant counts as killed: it runs for ever
+#: seconds after which a mutant counts as killed, since it runs for ever: to start, and how often what its tests took
+START, SLOWER = 40.0, 5
+#: packages that are loaded once, for all mutants
+LOADED = (
+    *("pytest", "hypothesis", "torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd"),
+    *("transformers.models.llama.modeling_llama", "peft", "bitsandbytes", "triton"),
+)
+#: outcomes of pytest that say nothing: it was called wrongly, or found no test
+NOT_RUN = (4, 5)
 
 
 def make_map(target: Path, tests: list[str], processes: int, seconds: float) -> None:
@@ -55,25 +65,25 @@ class Tests:
                 for line in lines:
                     self.by_line[source, line].append(test)
 
-    def of(self, mutant: Mutant) -> tuple[list[str], int]:
+    def of(self, mutant: Mutant, limit: float = SECONDS) -> tuple[list[str], int]:
         """(tests to run, how many there are). A line that runs at import is shown to all tests of its file.
 
-        Those of the file's own stem come first, then short ones.
+        Those of the file's own stem come first, then those of its folder, then short ones.
         """
         found = self.by_line.get((mutant.file, mutant.line)) or self.by_file.get(mutant.file, [])
-        stem = Path(mutant.file).stem
-        ordered = sorted(found, key=lambda test: (f"test_{stem}" not in test, self.seconds[test]))
+        stem, folder = Path(mutant.file).stem, f"/{Path(mutant.file).parent.name}/"
+        ordered = sorted(found, key=lambda test: (f"test_{stem}" not in test, folder not in test, self.seconds[test]))
         chosen, total = [], 0.0
         for test in ordered:
-            if chosen and total + self.seconds[test] > SECONDS:
+            if chosen and total + self.seconds[test] > limit:
                 continue
             chosen.append(test)
             total += self.seconds[test] + 0.05
         return chosen, len(found)
 
 
-def fate(mutant: Mutant | None, tests: list[str]) -> str:
-    """`killed`, `survived` or `endless`: of one mutant in a process of its own."""
+def fate(mutant: Mutant | None, tests: list[str], seconds: float) -> str:
+    """`killed`, `survived`, `endless` or `not run`: of one mutant in a process of its own."""
     child = os.fork()
     if child == 0:
         quiet = os.open(os.devnull, os.O_WRONLY)
@@ -90,8 +100,10 @@ def fate(mutant: Mutant | None, tests: list[str]) -> str:
         finally:
             os._exit(code)
     begin = time.time()
-    while time.time() - begin < LONGEST:
+    while time.time() - begin < START + SLOWER * seconds:
         done, status = os.waitpid(child, os.WNOHANG)
+        if done and os.WIFEXITED(status) and os.WEXITSTATUS(status) in NOT_RUN:
+            return "not run"
         if done:
             return "survived" if status == 0 else "killed"
         time.sleep(0.05)
@@ -102,22 +114,24 @@ def fate(mutant: Mutant | None, tests: list[str]) -> str:
 
 def worker(mutants: list[Mutant], tests: Tests, end: float, out: Path) -> None:
     """Judge mutants, one after another, until the time is over; a line of JSON for each."""
-    import peft  # noqa: F401  loaded once, for all mutants
-    import pytest  # noqa: F401
     import torch
-    import transformers  # noqa: F401
 
+    for name in LOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     torch.set_num_threads(1)
     with out.open("w") as file:
         for number, mutant in enumerate(mutants):
             chosen, count = tests.of(mutant)
+            seconds = sum(tests.seconds[test] for test in chosen)
             if number == 0 and chosen:
-                file.write(json.dumps({"control": fate(None, chosen), "tests": chosen}) + "\n")
+                file.write(json.dumps({"control": fate(None, chosen, seconds), "tests": chosen}) + "\n")
             if time.time() > end:
                 return
-            result = fate(mutant, chosen) if chosen else "no tests"
+            result = fate(mutant, chosen, seconds) if chosen else "no tests"
             shown = {"file": mutant.file, "line": mutant.line, "before": mutant.before, "after": mutant.after}
-            file.write(json.dumps({**shown, "fate": result, "ran": len(chosen), "of": count}) + "\n")
+            told = {"fate": result, "ran": len(chosen), "of": count, "number": mutant.number, "tests": chosen[:3]}
+            file.write(json.dumps({**shown, **told}) + "\n")
             file.flush()
 
 
@@ -142,11 +156,13 @@ def run(arguments: argparse.Namespace) -> None:
         if line.get("control") not in (None, "survived"):
             print("CONTROL FAILED", line["control"], *line["tests"][:3])
     judged = [line for line in lines if "fate" in line]
+    fates = Counter(line["fate"] for line in judged)
     for line in sorted(judged, key=lambda line: (line["file"], line["line"])):
         if line["fate"] in ("survived", "no tests"):
             what = line["fate"] if line["fate"] == "no tests" else f"{line['ran']}/{line['of']}"
             print(f"{line['file']}:{line['line']} [{what}] {line['before']}  ->  {line['after']}")
-    print(dict(Counter(line["fate"] for line in judged)), f"of {len(sample)} drawn, {len(found)} in all")
+    shown, dead = fates["survived"] + fates["killed"] + fates["endless"], fates["killed"] + fates["endless"]
+    print(dict(fates), f"of {len(sample)} drawn, {len(found)} in all: {100 * dead / max(shown, 1):.1f} % are killed")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
+EVERY = 10.0  #: seconds after which a process writes again
 TOOL = 1  #: the number that sys.monitoring reserves for coverage
 
 
@@ -72,7 +74,7 @@ class Lines:
 
 class Plugin:
     def __init__(self, prefix: str):
-        self.prefix, self.lines, self.tests = prefix, Lines(), {}
+        self.prefix, self.lines, self.tests, self.written = prefix, Lines(), {}, time.monotonic()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
@@ -86,10 +88,18 @@ class Plugin:
     def pytest_runtest_logreport(self, report):
         if report.when == "call" and report.nodeid in self.tests:
             self.tests[report.nodeid] |= {"passed": report.outcome == "passed", "seconds": report.duration}
+            if time.monotonic() - self.written > EVERY:  # what there is, if the run is cut off
+                self._write()
 
     def pytest_sessionfinish(self, session):
         if self.tests:
-            Path(f"{self.prefix}.{os.getpid()}.json").write_text(json.dumps(self.tests))
+            self._write()
+
+    def _write(self) -> None:
+        path = Path(f"{self.prefix}.{os.getpid()}.json")
+        path.with_suffix(".part").write_text(json.dumps(self.tests))
+        path.with_suffix(".part").rename(path)
+        self.written = time.monotonic()
 
 
 def pytest_configure(config):

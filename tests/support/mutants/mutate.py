@@ -22,6 +22,8 @@ _COMPARISONS = {
     **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In},
 }
 _OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult}
+#: last arguments whose absence shows in nothing that is computed, or in what never happens
+_IDLE = ("strict", "encoding", "stacklevel", "indent", "repr")
 _QUIET = ("log", "note", "warnings", "cast")  #: calls of these names, or of their methods, are words, or nothing
 
 
@@ -116,6 +118,8 @@ def _places(parent: ast.AST) -> Iterator[tuple[ast.AST, str, int | None, ast.AST
         for index, node in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if not isinstance(node, ast.AST) or isinstance(node, (ast.Import, ast.ImportFrom)) or _is_quiet(node):
                 continue
+            if isinstance(node, ast.keyword) and node.arg in _IDLE:
+                continue
             if isinstance(node, ast.If) and "TYPE_CHECKING" in _short(node.test):
                 continue
             yield parent, field, index, node
@@ -150,7 +154,7 @@ def _others(node: ast.AST) -> Iterator[ast.AST]:
         if len(node.args) > 1 and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
             if ast.dump(node.args[0]) != ast.dump(node.args[1]) and "isinstance" not in _short(node.func):
                 yield ast.Call(node.func, [node.args[1], node.args[0], *node.args[2:]], node.keywords)
-        if node.keywords and node.keywords[-1].arg is not None:
+        if node.keywords and node.keywords[-1].arg not in (None, *_IDLE):
             yield ast.Call(node.func, node.args, node.keywords[:-1])
     elif isinstance(node, (ast.If, ast.While, ast.IfExp)):
         changed = copy.copy(node)
