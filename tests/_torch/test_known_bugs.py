@@ -1,5 +1,6 @@
 """Each known fault of another package, shown on the version installed: as long as it is there its test must fail, and where it is not must pass."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.models.packed import gradients, pair
 from tunecompile._torch import known_bugs
+from tunecompile._torch.inductor import _inductor_settings
 from tunecompile.ir.pretend_gpu import as_on_gpu
 
 try:
@@ -42,6 +44,18 @@ def test_mix_order_reduction():
     expected = torch.autograd.grad(norms(x, table), (x, table))
     got = torch.autograd.grad(torch.compile(norms)(x, table), (x, table))
     assert all((g - e).norm() < 1e-3 * e.norm() for g, e in zip(got, expected))
+
+
+@pytest.mark.gpu
+@shows("PADDING_GUARDS_SIZES")
+def test_padding_guards_sizes():
+    """Rows are many or few, and the weight has four columns."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    product = torch.compile(lambda x, weight: x @ weight, backend=counter, dynamic=True)
+    weight = torch.randn(512, 4, device="cuda", dtype=torch.bfloat16)
+    for rows in (100, 30_000, 7):
+        product(torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16), weight)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.gpu
@@ -179,3 +193,14 @@ def test_a_fault_is_where_its_versions_say(version, present, monkeypatch):
 def test_a_fault_in_words():
     fault = known_bugs.Fault("torch", "it fails", "It is left out", issue="pytorch#1")
     assert str(fault) == f"torch {torch.__version__}: it fails (pytorch#1). It is left out"
+
+
+def test_graphs_of_changing_sizes_pad_no_products_where_that_guards(monkeypatch):
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    size = ShapeEnv().create_unbacked_symint()
+    for fixed in (None, (2, 10)):
+        fault = dataclasses.replace(known_bugs.PADDING_GUARDS_SIZES, fixed=fixed)
+        monkeypatch.setattr(known_bugs, "PADDING_GUARDS_SIZES", fault)
+        settings = [_inductor_settings([*sizes, torch.ones(2)], None, None, True) for sizes in ([], [size])]
+        assert ["shape_padding" in each for each in settings] == [False, fixed is None]

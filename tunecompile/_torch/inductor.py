@@ -167,7 +167,9 @@ def _functorch(**settings: Any) -> contextlib.AbstractContextManager:
     return patched(torch._functorch.config, force_non_lazy_backward_lowering=True, **settings)
 
 
-def _inductor_settings(lower: CustomGraphPass, partition: CustomPartitionerFn, combine: bool) -> dict[str, Any]:
+def _inductor_settings(
+    inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, combine: bool
+) -> dict[str, Any]:
     """Inductor's configuration of one graph, as far as this version of torch knows it.
 
     combo_kernels joins small independent kernels (casts of adapters, sums of parts): 1,795 launches a step become 1,476
@@ -177,6 +179,8 @@ def _inductor_settings(lower: CustomGraphPass, partition: CustomPartitionerFn, c
     settings: dict[str, Any] = {"combo_kernels": combine, "static_launch_user_defined_triton_kernels": True}
     if known_bugs.MIX_ORDER_REDUCTION.present:
         settings["triton.mix_order_reduction"] = False
+    if known_bugs.PADDING_GUARDS_SIZES.present and any(isinstance(each, torch.SymInt) for each in inputs):
+        settings["shape_padding"] = False
     known = {name: value for name, value in settings.items() if exists(f"torch._inductor.config.{name}")}
     return {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, **known}
 
@@ -235,7 +239,9 @@ def compile_inductor(
 
     cached = cached and wrap is None and not hooks_were_seen()  # graphs from that cache are not wrapped
     with _functorch(enable_autograd_cache=cached):
-        return compile_fx(gm, inputs, inner_compile=inner, config_patches=_inductor_settings(lower, partition, combine))
+        return compile_fx(
+            gm, inputs, inner_compile=inner, config_patches=_inductor_settings(inputs, lower, partition, combine)
+        )
 
 
 def compile_eager(

@@ -63,6 +63,14 @@ MIX_ORDER_REDUCTION = Fault(
     issue="pytorch#193061",
 )
 
+PADDING_GUARDS_SIZES = Fault(
+    "torch",
+    "Inductor guards how many rows there are when it considers to pad a product whose other sizes are not aligned, and "
+    "so compiles graphs for changing sizes again and again",
+    "In such graphs it pads none",
+    fixed=(2, 13),
+)
+
 ROW_SCALES_ON_ADA = Fault(
     "torch",
     "FP8 products scaled by row run outside the current stream on Ada",

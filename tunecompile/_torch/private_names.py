@@ -269,6 +269,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *group("small kernels are not joined", "torch._inductor.config.combo_kernels"),
     *group("layers that fail with joined kernels are compiled without rewrites", "torch._inductor.exc.InductorError"),
     *group("mix-order reduction is as torch has it", "torch._inductor.config.triton.mix_order_reduction"),
+    *group("some graphs for changing sizes are compiled again", "torch._inductor.config.shape_padding"),
     *group(
         "kernels of templates start through launchers in C, each of which is compiled",
         "torch._inductor.config.static_launch_user_defined_triton_kernels",
