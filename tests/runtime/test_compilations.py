@@ -78,6 +78,22 @@ def test_a_reference_without_adapters_has_one_graph_for_all_shapes():
     assert counts == [2, 3, 3, 3]
 
 
+def test_adapters_that_are_switched_to_themselves():
+    """PEFT's modules share one list of active adapters, or have one each: that depends on the last switch."""
+    pytest.importorskip("peft")
+    model, reference = pair(
+        lambda: zoo.adapt(zoo.make("llama", num_hidden_layers=1), target_modules=["q_proj", "v_proj"])
+    )
+    for each in (model, reference):
+        each.base_model.set_adapter(["default"])
+    for name in ("default", ["default"]):
+        assert_same_step(model, reference)
+        for each in (model, reference):
+            each.base_model.set_adapter(name)
+    assert_same_step(model, reference)
+    assert compiles(model) == [1]
+
+
 def learnt(*calls: dict, at_once: bool = False) -> dict:
     """Which dimensions are marked at the last of these calls; values are shapes."""
     shapes = DynamicShapes()

@@ -1,4 +1,4 @@
-"""Functions of other packages that Dynamo cannot trace, and functions that it traces in their place.
+"""What of other packages Dynamo cannot trace, or guards too closely, and what it traces in its place.
 
 By `torch.compiler.substitute_in_graph`: outside a trace the originals run.
 """
@@ -29,6 +29,22 @@ def substitute() -> None:
     ):
         if (original := getattr(sys.modules.get(module), name, None)) is not None:
             _register(original, make)
+
+
+def separate_names(layer: nn.Module) -> None:
+    """Give each adapted module in a layer a list of its own with the names of its active adapters.
+
+    PEFT hands out one list to all modules, or each its own, depending on how adapters were switched last. Of a list
+    that several modules share, Dynamo guards that they do, and so compiled each kind of call once more after a switch.
+    """
+    seen: set[int] = set()
+    for module in layer.modules():
+        names = vars(module).get("_active_adapter")
+        if type(names) is not list:
+            continue
+        if id(names) in seen:
+            module._active_adapter = list(names)
+        seen.add(id(names))
 
 
 @functools.cache

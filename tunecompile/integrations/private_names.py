@@ -84,6 +84,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         **_PEFT,
     ),
     *group(
+        "layers are compiled once more after adapters were switched",
+        "peft.tuners.tuners_utils.BaseTunerLayer._active_adapter",
+        **_PEFT,
+    ),
+    *group(
         "layers with adapters over experts are compiled anew in every step, up to Dynamo's limit",
         "peft.tuners.lora.layer.ParamWrapper._activate_lora.register_parametrization",
         **_PEFT,

@@ -21,6 +21,7 @@ from tunecompile.integrations.bitsandbytes import PackedStates, put_states_back
 from tunecompile.integrations.deepspeed import gathered
 from tunecompile.integrations.fsdp import unit
 from tunecompile.integrations.layer_host import LayerHost
+from tunecompile.integrations.peft_trace import separate_names
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
 from tunecompile.planner.solver import KEEP, RECOMPUTE
@@ -167,6 +168,7 @@ class LayerSlot:
             # gathered weights lie elsewhere at every call; and a recorded collective would wait for all ranks
             self.region.replays.leave_out(next(self.layer.parameters()).device)
             self.region.replays = None
+        separate_names(self.layer)
         self.inside = ModuleSnapshot(self.layer)
 
     def follow_modules(self) -> bool:
@@ -177,6 +179,7 @@ class LayerSlot:
         """
         if self.inside is None or not self.inside.changed:
             return False
+        separate_names(self.layer)
         late, self.inside = self.inside.late, ModuleSnapshot(self.layer)
         return late
 
