@@ -6,6 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tunecompile
 from tests.integrations.distributed.common import (
+    DEVICE,
     alike,
     batch,
     model,
@@ -137,6 +138,35 @@ def static_graph_and_checkpoints(rank, ranks):
     for each in (made, one):
         each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     steps(DistributedDataParallel(made, static_graph=True), one, rank, ranks)
+
+
+@slow
+def one_rank_begins_its_batch_again(rank, ranks):
+    """The second layer computes over tokens, which the rank whose batch is padded finds out; then logits are read at
+    padding. Nothing is sent between ranks while layers run, and gradients go once."""
+
+    def build(mixes):
+        made = zoo.make("llama", num_hidden_layers=3, use_cache=False).to(DEVICE).train()
+        if mixes:
+            made.model.layers[1].mlp = torch.nn.Sequential(made.model.layers[1].mlp, torch.nn.Softmax(1))
+        return made
+
+    for mixes in (True, False):
+        made = optimized(build(mixes))
+        ours, eager = DistributedDataParallel(made), DistributedDataParallel(build(mixes))
+        for seed in range(3):
+            inputs = part(batch(seed), rank, ranks)
+            mask = inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            mask[1, 24 if rank else 18 :] = 0
+            inputs["labels"] = inputs["labels"].masked_fill(mask == 0, -100)
+            for each in (ours, eager):
+                each.zero_grad()
+                output = each(**inputs)
+                read = 0 if mixes or seed == 0 else output.logits.square().mean()
+                (output.loss + read).backward()
+            alike(ours, eager)
+        reason = "mixes-tokens" if mixes else "logits-read"
+        assert has(made, "padding-kept", reason=reason) == (rank == 0), tunecompile.report(made)
 
 
 @slow
