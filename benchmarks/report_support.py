@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -115,6 +116,44 @@ def render_families(folder: Path = RESULTS) -> str:
         + f"\n{results[0]['shape']} tokens. "
         + measured_on(results, [])
     )
+
+
+def render_shapes(folder: Path = RESULTS) -> str:
+    """Families in batches of changing shapes: the median gradient's error as a part of eager's, graphs, seconds."""
+    found, results = {}, load_all("shapes*.json", folder)
+    for run in (run for result in results for run in result["runs"]):
+        found.setdefault(run["family"], {})[run["mode"]] = run
+    if not found:
+        return ""
+    rows = [
+        [family, *(_shape_cell(runs.get(mode)) for mode in SHAPE_MODES), *_graphs_and_seconds(runs.values())]
+        for family, runs in found.items()
+    ]
+    head = ("family", *SHAPE_MODES.values(), "graphs a kind of layer", "first step, s", "last step, s")
+    return to_markdown(head, rows) + "\n" + measured_on(results, [("torch", "torch"), ("transformers", "transformers")])
+
+
+SHAPE_MODES = {"lora": "LoRA", "nf4": "LoRA over NF4", "dora": "DoRA", "full": "all weights"}
+
+
+def _shape_cell(run: dict | None) -> str:
+    """What was wrong, a line; or how far gradients are from fp32, beside eager's."""
+    if run is None or run["status"] == "skipped":
+        return ""
+    if "error" not in run:
+        return "failed"
+    ratio = f"{run['error'] / max(run['eager_error'], 1e-12):.2f}"
+    return ratio if run["status"] == "ok" else f"**{ratio}**"
+
+
+def _graphs_and_seconds(runs: Iterable[dict]) -> list[str]:
+    ran = [run for run in runs if "compiles" in run]
+    if not ran:
+        return ["", "", ""]
+    most = [max(run["compiles"], default=0) for run in ran]
+    first, last = (median(run["seconds"][at] for run in ran) for at in (0, -1))
+    few = f"{min(most)}" if min(most) == max(most) else f"{min(most)} to {max(most)}"
+    return [few, f"{first:.1f}", f"{last:.2f}"]
 
 
 def _error_cells(run: dict | None) -> list[str]:

@@ -22,6 +22,7 @@ APART = (
     "suite",
     "scaling",
     "architectures",
+    "shapes",
 )
 NAMES = {
     "hf": "HF + PEFT",
