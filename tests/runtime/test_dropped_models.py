@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule
 
 import tunecompile
 from tests.support import zoo
+from tests.support.models.pairs import of_plain_layers
 from tunecompile._torch.fake_tensors import FakeTensor
 
 pytest.importorskip("transformers")
@@ -43,7 +44,7 @@ def test_graphs_of_dropped_models_are_freed(memory):
 
 
 def test_other_models_keep_their_graphs():
-    model, other = (zoo.make("llama", num_hidden_layers=2).train() for _ in range(2))
+    model, other = (of_plain_layers().train() for _ in range(2))
     for each in (model, other):
         tunecompile.optimize(each, executor="eager")(**zoo.batch()).loss.backward()
     del each, other

@@ -10,7 +10,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_run
 from tests.support.matrix.losses import evaluated_before_the_backward
-from tests.support.models.pairs import pair, small
+from tests.support.models.pairs import of_plain_layers, pair, small
 from tests.support.notes import codes, fell_back, find, has
 
 pytest.importorskip("transformers")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_logits_can_be_logged():
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     ours, theirs = model(**zoo.batch()), reference(**zoo.batch())
     (ours.loss.backward(), theirs.loss.backward())
     assert torch.allclose(ours.logits.detach(), theirs.logits, atol=1e-5)
@@ -61,7 +61,7 @@ def write_after_views_and_copies(logits, labels):
     ],
 )
 def test_writing_into_logits_reaches_all_that_share_their_memory(write):
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     inputs = zoo.batch()
     labels = inputs["labels"].clamp(min=0)
     assert_same_run(model, reference, lambda m: write(m(inputs["input_ids"]).logits, labels))
@@ -75,7 +75,7 @@ def test_writing_into_logits_reaches_all_that_share_their_memory(write):
 )
 def test_metrics_are_read_before_the_loss(reading, part):
     """Without gradients, as a user counts hits: the loss that comes later has its gradients all the same."""
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     inputs, seen = zoo.batch(), []
 
     def run(m):
@@ -91,7 +91,7 @@ def test_metrics_are_read_before_the_loss(reading, part):
 
 
 def test_a_view_made_without_gradients_gives_none():
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
 
     def run(m):
         out = m(**zoo.batch())
@@ -104,7 +104,7 @@ def test_a_view_made_without_gradients_gives_none():
 
 def test_the_report_tells_of_training_in_eval_mode():
     """Nothing is compiled for it."""
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     for m in (model, reference):
         m.eval()
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_the_report_tells_of_training_in_eval_mode():
 
 
 def test_the_report_says_why_logits_are_made_or_the_head_is_not_called():
-    model, ids = pair()[0], zoo.batch()["input_ids"]
+    model, ids = pair(of_plain_layers)[0], zoo.batch()["input_ids"]
     model.model(ids).last_hidden_state.mean().backward()  # a trainer that multiplies by the head's weight itself
     with torch.no_grad():
         model(ids)  # and generates between its steps
@@ -143,7 +143,7 @@ def test_a_graph_that_is_retained(write):
             loss.backward(retain_graph=True)
         return loss
 
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     for steps in range(2):
         assert_same_run(model, reference, run)
 
@@ -159,7 +159,7 @@ def test_evaluation_between_forward_and_backward():
 
 
 def test_forward_without_gradients_between_steps():
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     for seed in range(2):
         assert_same_run(model, reference, lambda m: m(**zoo.batch(seed=seed)).loss)
         with torch.no_grad():
@@ -199,7 +199,7 @@ def test_attentions_are_returned():
 
 
 def test_no_label_at_all():
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     masked = zoo.batch()
     masked["labels"].fill_(-100)
     assert model(**masked).loss.isnan() and reference(**masked).loss.isnan() and not fell_back(model)
@@ -242,7 +242,7 @@ def test_autocast(dtype, params):
 
 def test_logits_are_read_outside_autocast():
     """As under accelerate: the forward runs under autocast, the loss outside."""
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     inputs = zoo.batch()
 
     def run(m):

@@ -14,6 +14,7 @@ import tunecompile
 import tunecompile.passes
 from tests.support import zoo
 from tests.support.matrix import cells as support
+from tests.support.models.verified import build, verified
 from tests.support.notes import find, has
 from tests.support.planted import planted_passes
 from tunecompile.compiler.pass_manager import Pass
@@ -26,19 +27,6 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 aten = torch.ops.aten
 verification = importlib.import_module("tunecompile.verification.verify")  # the package has the function by that name
-
-
-def build(family="llama", mode="lora", **adapter):
-    model = zoo.make(family, num_hidden_layers=2)
-    if mode == "full":
-        return model.train()
-    model = zoo.quantize(model.to(torch.bfloat16), torch.bfloat16) if mode == "qlora" else model
-    return zoo.adapt(model, **{"target_modules": ["q_proj", "down_proj"], **adapter}).train()
-
-
-def verified(model, autocast=None, **batch):
-    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-        return tunecompile.verify(tunecompile.optimize(model, executor="eager"), zoo.batch(**batch))
 
 
 @pytest.mark.parametrize("family, mode", [("llama", "lora"), pytest.param("qwen3", "full", marks=pytest.mark.slow)])
@@ -225,7 +213,7 @@ def test_generated_code_on_a_gpu():
 
 def test_the_rewrite_at_fault_is_found_and_switched_off(monkeypatch):
     monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted_passes(1.01))
-    model = tunecompile.optimize(build(), executor="eager")
+    model = tunecompile.optimize(build(attends=False), executor="eager")
     result = tunecompile.verify(model, zoo.batch())
     assert (
         not result.passed
@@ -247,55 +235,6 @@ def test_a_fault_that_no_rewrite_makes(monkeypatch):
     plant(monkeypatch, scaled)
     result = verified(build())
     assert result.faults[0]["rewrite"] is None and "without any rewrite" in str(result)
-
-
-@pytest.mark.gpu  # needs none, but half a minute
-def test_the_first_training_step_is_verified(monkeypatch, caplog):
-    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted_passes(1.01))
-    model, plain = build(), None
-    plain = tunecompile.optimize(copy.deepcopy(model), executor="eager")
-    monkeypatch.undo()
-    expected = zoo.step(tunecompile.optimize(copy.deepcopy(model), executor="eager"), zoo.batch())
-    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted_passes(1.01))
-    tunecompile.optimize(model, executor="eager", verify=True)
-    loss, gradients = zoo.step(model, zoo.batch())
-    assert (
-        max(zoo.errors(gradients, expected[1]).values())
-        < 1e-5
-        < max(zoo.errors(zoo.step(plain, zoo.batch())[1], expected[1]).values())
-    )
-    (note,) = find(model, "verified")
-    assert "the rewrite at fault is planted: wrong" in note.detail and "FAILED" in caplog.text
-    zoo.step(model, zoo.batch())
-    assert len(find(model, "verified")) == 1
-
-
-@pytest.mark.slow
-def test_a_right_first_step_is_told_and_one_without_labels_is_not_verified():
-    model = tunecompile.optimize(build(), executor="eager", verify=True)
-    with torch.no_grad():
-        model(**zoo.batch())  # no training step
-    reference = zoo.step(tunecompile.optimize(build(), executor="eager"), zoo.batch())
-    loss, gradients = zoo.step(model, zoo.batch())
-    assert loss == reference[0] and all(torch.equal(gradients[name], g) for name, g in reference[1].items())
-    assert has(model, "verified", detail="gradients are as near to float64 as eager's")
-    model = tunecompile.optimize(build(), executor="eager", verify=True)
-    batch = zoo.batch()
-    del batch["labels"]
-    model(**batch).logits.sum().backward()
-    assert has(model, "not-verified", detail="no loss")
-
-
-@pytest.mark.slow
-def test_under_accelerates_mixed_precision():
-    accelerate = pytest.importorskip("accelerate")
-    model = tunecompile.optimize(build(), executor="eager", verify=True)
-    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
-    batch = zoo.batch(rows=4, length=64)
-    model(**batch).loss.backward()
-    result = tunecompile.verify(model, batch)
-    assert result.reference == "float32" and 1e-4 < max(row["eager_error"] for row in result.gradients) < 0.1
-    assert has(model, "verified")
 
 
 def test_a_forward_that_was_replaced(monkeypatch):
@@ -359,59 +298,3 @@ def test_adapters_whose_layers_are_not_computed_again_as_they_were(adapter):
     """What one reads of the batch, or adds to a cache, is there in the forward alone."""
     result = verified(adapter().train(), seed=0)
     assert result.passed and result.reference == "float64", str(result)
-
-
-@pytest.mark.slow
-def test_a_model_with_gradient_checkpointing():
-    model = build().to(torch.bfloat16)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
-    tunecompile.optimize(model, executor="eager", verify=True)
-    zoo.step(model, zoo.batch(rows=4, length=64))
-    (note,) = find(model, "verified", "not-verified")
-    assert note.code == "verified" and model.model.is_gradient_checkpointing
-
-
-@pytest.mark.slow
-def test_a_batch_with_a_graph_of_its_own():
-    model, projector = tunecompile.optimize(build(), executor="eager", verify=True), nn.Linear(8, 64)
-    inputs = projector(torch.randn(2, 16, 8))
-    model(inputs_embeds=inputs, labels=torch.randint(0, 256, (2, 16))).loss.backward()
-    assert projector.weight.grad is not None and has(model, "verified")
-
-
-class Whole(nn.Module):
-    """Without repeated layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return type("Output", (), {"loss": self.outer(torch.nn.functional.silu(self.inner(x))).square().mean()})
-
-
-@pytest.mark.slow
-def test_a_model_that_is_one_region():
-    torch.manual_seed(0)
-    model = tunecompile.optimize(Whole().train(), executor="eager", verify=True)
-    model(torch.randn(4, 8)).loss.backward()
-    assert find(model, "verified", "not-verified")
-
-
-@pytest.mark.slow
-def test_a_trial_that_fails_leaves_the_model_as_it_was(monkeypatch):
-    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted_passes(1.01))
-    model = tunecompile.optimize(build(), executor="eager", verify=True)
-    before = model._tunecompile.passes
-    monkeypatch.setattr(verification, "find", lambda passes, wrong: wrong(passes[:1]) and 1 / 0)
-    zoo.step(model, zoo.batch())
-    assert model._tunecompile.passes == before and has(model, "not-verified", detail="ZeroDivisionError")
-
-
-@pytest.mark.slow
-def test_a_budget_learns_nothing_from_it():
-    model = tunecompile.optimize(build(), memory="1TiB", executor="eager", verify=True)
-    zoo.step(model, zoo.batch())
-    budget = model._tunecompile.step.budget
-    assert budget.progress.steps == 1 and budget.memory.surplus == 0

@@ -11,6 +11,7 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.memory.cpu_recorder import CpuRecorder
+from tests.support.models.pairs import of_plain_layers
 from tests.support.notes import find, has
 from tunecompile.runtime.cuda_graphs import launch_bound, replay
 from tunecompile.runtime.model_state import state_of
@@ -20,12 +21,16 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+def adapted(model, *modules):
+    return zoo.adapt(model, target_modules=list(modules)).train()
+
+
 @pytest.fixture
 def pair(monkeypatch):
     """(optimized with a recorder for CPUs, as it was)"""
     monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
     monkeypatch.setattr(launch_bound, "SAMPLES", 2)
-    reference = zoo.adapt(zoo.make("llama", num_hidden_layers=3), target_modules=["q_proj", "v_proj"]).train()
+    reference = adapted(of_plain_layers(num_hidden_layers=3), "inner")
     return tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
 
 
@@ -58,8 +63,10 @@ def warm(model, steps: int = 5, **batch) -> int:
     return recorded(model)
 
 
-def test_every_step_is_right_before_while_and_after_recording(pair):
-    model, reference = pair
+@pytest.mark.usefixtures("pair")
+def test_every_step_is_right_before_while_and_after_recording():
+    reference = adapted(zoo.make("llama"), "q_proj", "v_proj")
+    model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
     for seed in range(8):
         same(model, reference, lambda m: once(m, seed=seed))
     assert recorded(model) == 6, tunecompile.report(model).notes  # three layers, forward and backward
@@ -69,7 +76,7 @@ def test_every_step_is_right_before_while_and_after_recording(pair):
 def test_three_steps_are_enough(monkeypatch):
     """Of another shape, too, and after the memory was given back."""
     monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
-    reference = zoo.adapt(zoo.make("llama", num_hidden_layers=6)).train()
+    reference = adapted(of_plain_layers(num_hidden_layers=6), "inner")
     model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
     assert warm(model, steps=3) == 12
     assert warm(model, steps=3, length=12) == 24

@@ -12,7 +12,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_run
 from tests.support.losses import LogSoftmax, Weaker
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import of_plain_layers, pair
 from tunecompile.errors import NoGradient
 
 pytest.importorskip("transformers")
@@ -35,7 +35,7 @@ def same(run: Callable[[nn.Module, list], Tensor]) -> None:
     """`run(model, seen)` is a loss whose backward pass leaves the same gradients at the weights, and in `seen`, with `optimize` and without."""
     seen: list[list[Tensor]] = [[], []]
     found = iter(seen)
-    assert_same_run(*pair(), lambda m: run(m, next(found)))
+    assert_same_run(*pair(of_plain_layers), lambda m: run(m, next(found)))
     assert close(*seen)
 
 
@@ -62,7 +62,7 @@ def test_fabrics_hook_on_outputs(monkeypatch, checks):
     """It reads no gradient. Where it checks who calls backward, and the loss is no output, it is called."""
     monkeypatch.setattr(_backward_hook, "__module__", "lightning.fabric.wrappers")
     calls: list[list] = [[1] if checks else [], [1] if checks else []]
-    mine, reference = pair()
+    mine, reference = pair(of_plain_layers)
     for model, seen in zip((mine, reference), calls):
         output = model(**zoo.batch())
         output.logits.register_hook(functools.partial(_backward_hook, seen))
@@ -84,7 +84,7 @@ def test_deepspeeds_hook_on_outputs():
         return grad
 
     backward_hook.__module__ = "deepspeed.runtime.utils"
-    mine, reference = pair()
+    mine, reference = pair(of_plain_layers)
     for model in (mine, reference):
         output = model(**zoo.batch())
         for each in (output.loss, output.logits):
@@ -136,7 +136,7 @@ def test_a_hook_for_several_tensors(mode):
 
 
 def test_a_hook_for_several_tensors_waits_for_logits_that_are_made():
-    logits = logits_of(pair()[0])
+    logits = logits_of(pair(of_plain_layers)[0])
     with pytest.raises(NoGradient, match="register_multi_grad_hook"):
         torch.autograd.graph.register_multi_grad_hook((logits,), print)
 
@@ -171,7 +171,7 @@ def test_gradients_that_are_kept_or_asked_for(part):
         loss.backward()
         return [*asked, logits.grad]
 
-    assert close(*map(gradients, pair()))
+    assert close(*map(gradients, pair(of_plain_layers)))
 
 
 # -- behind it --------------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ ASKS = (hooked, kept, asked, accumulated, accumulated_untold)
     ],
 )
 def test_a_loss_without_logits_says_so(compute, ask):
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     assert ask(*compute(reference)).norm() > 0
     with pytest.raises(NoGradient, match="retain_grad"):
         ask(*compute(model))
@@ -270,14 +270,14 @@ def test_a_loss_without_logits_says_so(compute, ask):
     ],
 )
 def test_nothing_passes_a_hook_unnoticed(compute, ask):
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     assert ask(*compute(reference)).norm() > 0
     with pytest.raises(NoGradient):
         ask(*compute(model))
 
 
 def test_the_hook_outlives_the_logits():
-    model, _ = pair()
+    model, _ = pair(of_plain_layers)
     logits, loss = models_loss(model)
     logits.register_hook(print)
     del logits
@@ -297,7 +297,7 @@ def test_logits_of_one_loss_are_hooked_for_another():
 
 
 def test_gradients_that_nobody_kept_make_no_logits():
-    model, _ = pair()
+    model, _ = pair(of_plain_layers)
     logits, loss = models_loss(model)
     loss.backward()
     assert logits.grad is None and logits.recipe.real is None
@@ -306,4 +306,4 @@ def test_gradients_that_nobody_kept_make_no_logits():
 
 def test_a_leafs_hook_is_refused_as_elsewhere():
     with pytest.raises(RuntimeError, match="non-leaf"):
-        logits_of(pair()[0]).register_post_accumulate_grad_hook(print)
+        logits_of(pair(of_plain_layers)[0]).register_post_accumulate_grad_hook(print)

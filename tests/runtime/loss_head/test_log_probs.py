@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.support import zoo
 from tests.support.compare import assert_same_run
 from tests.support.losses import SPELLINGS, each_of, flat, selective_of_newer, weighed
-from tests.support.models.pairs import pair, small
+from tests.support.models.pairs import of_plain_layers, pair, small
 from tests.support.ops.checks import error
 from tests.support.reports import head_tally
 
@@ -100,7 +100,7 @@ READS = {
 
 
 def test_what_is_something_else_reads_the_logits(made):
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     for reads in each_of(READS, model):
         made.clear()
         assert_same_run(model, reference, lambda m: weighed(reads, True)(m, zoo.batch()))
@@ -142,7 +142,7 @@ def other_bits(logits, labels):
 
 def test_values_are_those_of_the_moment():
     """(Eager gives values here, and refuses the backward pass.)"""
-    models = pair()
+    models = pair(of_plain_layers)
     for write in (index_changes, written_between, written_behind, whole_numbers, other_bits):
         found = [write(m(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"].clamp(min=0)).detach() for m in models]
         torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
@@ -207,7 +207,7 @@ def without_history(logits, labels):
 
 
 def test_uses_beside_each_other():
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     for write in (
         behind_log_probabilities,
         written_twice,
@@ -221,13 +221,13 @@ def test_uses_beside_each_other():
 
 
 def test_two_uses_are_no_logits(made):
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     assert_same_run(model, reference, lambda m: weighed(several, True)(m, zoo.batch()))
     assert not made
 
 
 def test_entropy_beside_log_probabilities_makes_the_logits_once(made):
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     assert_same_run(model, reference, lambda m: weighed(with_metrics, True)(m, zoo.batch()))
     assert len(made) == 1 and head_tally(model).rewritten == 1
 
@@ -239,13 +239,13 @@ def test_a_graph_that_is_retained():
             loss.backward(retain_graph=True)
         return loss
 
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     for steps, spelling in enumerate(("cross entropy", "nll", "gathered", "selective")):
         assert_same_run(model, reference, run)
 
 
 def test_all_labels_masked_and_no_rows():
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
 
     def run(m):
         logits = m(zoo.batch()["input_ids"]).logits[:rows]
@@ -259,7 +259,7 @@ def test_all_labels_masked_and_no_rows():
 
 
 def test_an_index_out_of_range_is_an_error():
-    model, _ = pair()
+    model, _ = pair(of_plain_layers)
     for write in (SPELLINGS["gathered"], SPELLINGS["selective"]):
         with pytest.raises((RuntimeError, IndexError)):
             write(model(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"]).sum()

@@ -15,7 +15,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_run
 from tests.support.losses import SPELLINGS, each_of
-from tests.support.models.pairs import pair, small
+from tests.support.models.pairs import of_plain_layers, pair, small
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -97,7 +97,9 @@ CUTS = {
     ],
 )
 def test_kernels_take_address_and_strides(cut):
-    assert_same_run(*pair(), lambda model: OfMemory.apply(cut(model(zoo.batch()["input_ids"]).logits)).sum())
+    assert_same_run(
+        *pair(of_plain_layers), lambda model: OfMemory.apply(cut(model(zoo.batch()["input_ids"]).logits)).sum()
+    )
 
 
 class Own(nn.Module):

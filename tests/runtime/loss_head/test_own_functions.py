@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.support import zoo
 from tests.support.compare import assert_same_run
 from tests.support.losses import LogSoftmax, Weaker
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import of_plain_layers, pair
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -28,7 +28,7 @@ class Same(Weaker):
 @pytest.mark.parametrize("function", [LogSoftmax, Weaker, Same])
 def test_an_autograd_function_takes_logits(function):
     """Its gradient reaches the model, by its own backward."""
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
 
     def run(m):
         logits = m(zoo.batch()["input_ids"]).logits
@@ -41,7 +41,7 @@ def test_an_autograd_function_takes_logits(function):
 
 
 def test_it_takes_what_is_taken_of_each_row():
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
 
     def run(m):
         logits, labels = m(zoo.batch()["input_ids"]).logits, zoo.batch()["labels"].clamp(min=0)[..., None]
@@ -55,7 +55,7 @@ def test_it_takes_what_is_taken_of_each_row():
 
 
 def test_weights_that_change_before_the_backward_pass_are_an_error():
-    model, _ = pair()
+    model, _ = pair(of_plain_layers)
     loss = Weaker.apply(model(zoo.batch()["input_ids"]).logits).square().mean()
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
@@ -64,7 +64,7 @@ def test_weights_that_change_before_the_backward_pass_are_an_error():
 
 
 def test_a_second_derivative_is_refused():
-    model, _ = pair()
+    model, _ = pair(of_plain_layers)
     loss = Weaker.apply(model(zoo.batch()["input_ids"]).logits).square().mean()
     (gradient,) = torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
     with pytest.raises(RuntimeError):
@@ -76,7 +76,7 @@ def test_a_compiled_function_takes_logits(monkeypatch):
     """Without complaints of what Dynamo leaves half made."""
     complaints = []
     monkeypatch.setattr(sys, "unraisablehook", lambda told: complaints.append(str(told.exc_value)))
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     loss = torch.compile(
         lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), backend="eager"
     )
@@ -86,7 +86,7 @@ def test_a_compiled_function_takes_logits(monkeypatch):
 
 
 def test_logits_are_freed_with_their_last_name():
-    model, _ = pair()
+    model, _ = pair(of_plain_layers)
     gc.collect()
     gc.disable()
     try:

@@ -9,7 +9,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_close, assert_same_flattened
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, pair
 from tests.support.notes import EAGER, find, has
 from tests.support.reports import flattened
 from tunecompile.runtime.unpad import refusals
@@ -48,7 +48,7 @@ def without(inputs: dict, *names: str, **more) -> dict:
     ids=["unmasked", "first token", "holes", "hidden states", "cache"],
 )
 def test_batches_that_keep_their_padding(change, said):
-    model, reference = pair(lambda: zoo.make("llama"))
+    model, reference = pair(attending)
     assert_same_flattened(model, reference, change(padded()))
     assert has(model, "padding-kept", reason=said) and not find(model, "padding-removed")
     assert all(note.subject == "output_hidden_states" for note in find(model, "output-required"))
@@ -57,7 +57,7 @@ def test_batches_that_keep_their_padding(change, said):
 
 
 def test_a_loss_of_the_users_own_may_read_padding():
-    model, reference = pair(lambda: zoo.make("llama"))
+    model, reference = pair(attending)
     losses = []
     for m in (model, reference):
         inputs = padded()
@@ -76,7 +76,7 @@ def beside_tokens(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     "build, said",
     [
-        pytest.param(lambda: zoo.make("llama", attention_dropout=0.1), "attention-dropout", marks=pytest.mark.slow),
+        pytest.param(lambda: attending(attention_dropout=0.1), "attention-dropout", marks=pytest.mark.slow),
         pytest.param(  # it divides scores in place
             lambda: zoo.make("falcon", attn_implementation="eager"), "mixes-tokens", marks=pytest.mark.slow
         ),
@@ -114,8 +114,8 @@ def test_a_model_that_is_not_causal_loses_its_padding():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: zoo.make("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        lambda: beside_tokens(zoo.make("llama", num_hidden_layers=2)),
+        lambda: attending(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        lambda: beside_tokens(attending()),
     ],
     ids=["dynamic", "positions"],
 )
@@ -174,7 +174,7 @@ class Centred(Deaf):
 
 def wrapped(wrap, only=None):
     torch.manual_seed(0)
-    model = zoo.make("llama")
+    model = attending(num_hidden_layers=3)
     for at, layer in enumerate(model.model.layers):
         if only in (None, at):
             layer.self_attn = wrap(layer.self_attn)

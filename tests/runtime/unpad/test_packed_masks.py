@@ -9,7 +9,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed
 from tests.support.compare import assert_same_flattened
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, pair
 from tests.support.notes import find, has
 from tests.support.reports import told_apart
 from tunecompile.runtime.unpad.decision import refused_now
@@ -31,7 +31,7 @@ def test_families(family, changes):
 
 
 def test_each_sequence_is_as_if_it_were_alone():
-    model = tunecompile.optimize(zoo.make("llama", use_cache=False), executor="eager")
+    model = tunecompile.optimize(attending(use_cache=False), executor="eager")
     inputs = packed((5, 8, 3))
     del inputs["labels"]
     together = model(**inputs).logits
@@ -48,7 +48,7 @@ def test_adapters_under_checkpointing(quantized):
 
     def build():
         torch.manual_seed(0)
-        model = zoo.make("llama", use_cache=False)
+        model = attending(use_cache=False)
         model = zoo.adapt(zoo.quantize(model, torch.float32) if quantized else model)
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
@@ -61,7 +61,7 @@ def test_adapters_under_checkpointing(quantized):
 
 @pytest.mark.slow
 def test_one_compilation_for_any_number_of_sequences():
-    model, reference = pair(lambda: zoo.make("llama", use_cache=False))
+    model, reference = pair(lambda: attending(use_cache=False))
     for number, lengths in enumerate([(5, 6), (3, 3, 3, 2), (1,) * 5 + (4,), (12, 30), (16, 1, 1)]):
         assert_same_flattened(model, reference, packed(lengths, seed=number))
     report = tunecompile.report(model)
@@ -73,7 +73,7 @@ def test_one_compilation_for_any_number_of_sequences():
 @pytest.mark.slow
 def test_what_is_not_packed_goes_on_as_it_came():
     """One sequence a row; and a mask, beside which transformers does not look at positions."""
-    model, reference = pair(lambda: zoo.make("llama", use_cache=False))
+    model, reference = pair(lambda: attending(use_cache=False))
     assert_same_flattened(model, reference, packed((16,), (16,)))
     inputs = packed((7, 9))
     assert_same_flattened(model, reference, inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])})
@@ -81,14 +81,14 @@ def test_what_is_not_packed_goes_on_as_it_came():
 
 
 def test_what_keeps_its_mask_says_why():
-    model, reference = pair(lambda: zoo.make("llama", use_cache=False))
+    model, reference = pair(lambda: attending(use_cache=False))
     assert_same_flattened(model, reference, packed((7, 9)) | {"output_hidden_states": True})
     assert has(model, "packing-kept", reason="output-required"), tunecompile.report(model)
     assert has(model, "output-required", subject="output_hidden_states")
 
 
 def test_other_attention_stays():
-    owner = zoo.make("llama").model
+    owner = attending().model
     for name in ("flash_attention_2", "flex_attention", "mine"):
         owner.config._attn_implementation_internal = name
         said = refused_now(owner)
@@ -98,7 +98,7 @@ def test_other_attention_stays():
 @pytest.mark.slow
 def test_sequences_that_see_each_other_go_on_doing_so():
     """With a cache, which is the default of a configuration, transformers does not look at positions."""
-    model, reference = pair(lambda: zoo.make("llama"))
+    model, reference = pair(attending)
     inputs = packed((7, 9))
     assert_same_flattened(model, reference, inputs)
     assert not told_apart(model) and has(model, "packing-kept", reason="sequences-see-each-other")
@@ -109,7 +109,7 @@ def test_sequences_that_see_each_other_go_on_doing_so():
 @pytest.mark.slow
 def test_logits_may_be_read_beside_the_loss():
     """Nothing is given up, so nothing is taken back."""
-    reference = zoo.make("llama", use_cache=False).train()
+    reference = attending(use_cache=False).train()
     model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
     for _ in range(2):
         inputs = packed((7, 9))
@@ -121,7 +121,7 @@ def test_logits_may_be_read_beside_the_loss():
 def test_a_collator_of_transformers():
     from transformers import DataCollatorWithFlattening
 
-    model, reference = pair(lambda: zoo.make("llama", use_cache=False))
+    model, reference = pair(lambda: attending(use_cache=False))
     rows = [{"input_ids": zoo.batch(256, 1, length, seed=length)["input_ids"][0].tolist()} for length in (4, 9, 6)]
     assert_same_flattened(model, reference, dict(DataCollatorWithFlattening()(rows)))
     both = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)  # as TRL's does by default
@@ -135,7 +135,7 @@ def test_a_collator_of_transformers():
 @pytest.mark.slow
 def test_a_verified_step(use_cache):
     """What is compared sees the same tokens: with a cache, as in an eager step with one."""
-    reference = zoo.make("llama", use_cache=use_cache).train()
+    reference = attending(use_cache=use_cache).train()
     expected = reference(**packed((7, 9))).loss.item()
     found = tunecompile.verify(tunecompile.optimize(copy.deepcopy(reference), executor="eager"), packed((7, 9)))
     assert (

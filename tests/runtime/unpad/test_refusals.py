@@ -11,7 +11,7 @@ from torch import nn
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_same_flattened
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, pair
 from tests.support.notes import find, has
 from tests.support.reports import flattened
 
@@ -23,7 +23,7 @@ def test_noise_on_embeddings_keeps_its_size():
     """NEFTune's is alpha / sqrt(T * H), so its hook must see the batch as it is."""
     neftune_post_forward_hook = pytest.importorskip("transformers.integrations.neftune").neftune_post_forward_hook
     size = []
-    for m in pair(lambda: zoo.make("llama")):
+    for m in pair(attending):
         embed = m.get_input_embeddings()
         embed.neftune_noise_alpha = 5.0
         embed.register_forward_hook(neftune_post_forward_hook)
@@ -37,7 +37,7 @@ def test_noise_on_embeddings_keeps_its_size():
 @pytest.mark.slow
 def test_another_loss_beside_the_labels():
     """Distillation or a z-loss may read what stands at padding: layers run once more in the first such step."""
-    model, reference = pair(lambda: zoo.make("llama"))
+    model, reference = pair(attending)
     for seed in range(3):
         losses = []
         for m in (model, reference):
@@ -74,7 +74,7 @@ def after_metrics(logits: torch.Tensor) -> torch.Tensor:
 )
 def test_a_loss_of_the_users_own_counts_padding(loss):
     """Beside labels that do not. Numbers are right in the first step, and from the next one on the padding stays."""
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    model, reference = pair(attending)
     for _ in range(2):
         losses = [loss(m.train()(**padded()).logits).item() for m in (model, reference)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -84,7 +84,7 @@ def test_a_loss_of_the_users_own_counts_padding(loss):
 @pytest.mark.slow
 def test_a_loss_of_the_users_own_leaves_padding_out():
     """Then it is flattened, until logits are read otherwise; also those of a call that was not the last one."""
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    model, reference = pair(attending)
     labels = padded()["labels"][:, 1:].flatten()
     outputs = [m.train()(**padded()).logits for m in (model, reference)]
     losses = [F.cross_entropy(logits[:, :-1].flatten(0, 1), labels).item() for logits in outputs]
@@ -100,7 +100,7 @@ class Pooling(nn.Module):
 
     def __init__(self, read):
         super().__init__()
-        self.inner, self.read = zoo.make("llama", num_hidden_layers=2), read
+        self.inner, self.read = attending(), read
 
     def forward(self, input_ids, attention_mask, labels):
         hidden = self.inner.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
@@ -133,7 +133,7 @@ def test_a_wrapper_that_hands_labels_on():
     class Handing(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = zoo.make("llama", num_hidden_layers=2)
+            self.inner = attending()
 
         def forward(self, **inputs):
             return self.inner(**inputs)
@@ -144,7 +144,7 @@ def test_a_wrapper_that_hands_labels_on():
 
 
 def test_labels_that_a_later_hook_replaces():
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    model, reference = pair(attending)
     for m in (model, reference):
         m.register_forward_pre_hook(lambda mod, a, k: (a, {**k, "labels": k["input_ids"]}), with_kwargs=True)
     assert_same_flattened(model, reference, padded())
@@ -152,7 +152,7 @@ def test_labels_that_a_later_hook_replaces():
 
 
 def test_a_loss_function_of_the_users_own():
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    model, reference = pair(attending)
     for m in (model, reference):
         m.loss_function = lambda logits, labels, **_: F.cross_entropy(
             logits.flatten(0, 1), labels.clamp(min=0).flatten()
@@ -176,7 +176,7 @@ def test_a_forward_of_the_users_own():
             return out
 
     def build():
-        model = zoo.make("llama", num_hidden_layers=2)
+        model = attending()
         model.model.__class__ = Centred
         return model
 
@@ -231,7 +231,7 @@ def test_modules_of_the_users_own(change, said):
 
     def build():
         torch.manual_seed(0)
-        model = zoo.make("llama", num_hidden_layers=2)
+        model = attending()
         change(model)
         return model
 
@@ -255,7 +255,7 @@ def test_labels_of_which_the_loss_reads_others(monkeypatch):
     """TRL's fused head reads shift_labels, where they are given."""
     from tunecompile.integrations import loss_caller
 
-    model = zoo.make("llama", num_hidden_layers=2)
+    model = attending()
     monkeypatch.setattr(loss_caller, "_LOSSES", (__name__, "transformers."))
 
     def forward(self, labels, shift_labels):
@@ -270,7 +270,7 @@ def test_labels_of_which_the_loss_reads_others(monkeypatch):
 
 def test_labels_of_a_call_that_was_interrupted():
     """No hook is told of its end."""
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    model, reference = pair(attending)
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -288,7 +288,7 @@ def test_labels_of_a_call_that_was_interrupted():
 )
 def test_hooks_see_the_padded_batch(where):
     shapes = []
-    for m in pair(lambda: zoo.make("llama")):
+    for m in pair(attending):
         m.get_submodule(where).register_forward_hook(
             lambda mod, a, o: shapes.append(tuple((o[0] if not isinstance(o, torch.Tensor) else o).shape))
         )
@@ -299,7 +299,7 @@ def test_hooks_see_the_padded_batch(where):
 @pytest.mark.slow
 def test_hooks_on_all_modules_see_the_padded_batch():
     shapes = []
-    for m in pair(lambda: zoo.make("llama")):
+    for m in pair(attending):
         with nn.modules.module.register_module_forward_pre_hook(
             lambda mod, a: shapes.append(tuple(a[0].shape)) if isinstance(mod, nn.Linear) else None
         ):
@@ -316,7 +316,7 @@ def test_adapters_that_begin_at_a_row_s_place():
     def build():
         torch.manual_seed(0)
         return get_peft_model(
-            zoo.make("llama"),
+            attending(),
             LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]),
         )
 
@@ -343,7 +343,7 @@ def two_stacks():
             finally:
                 self._modules["layers"], self.config.num_hidden_layers = layers, count
 
-    model = zoo.make("llama", use_cache=False)
+    model = attending(use_cache=False)
     model.model = Two(model.config)
     return model
 
@@ -354,7 +354,7 @@ def test_two_lists_of_layers_in_one_owner():
 
 
 def test_a_hook_of_the_owner_that_reads_the_mask():
-    model, reference = pair(lambda: zoo.make("llama"))
+    model, reference = pair(attending)
     for m in (model, reference):
         m.model.register_forward_pre_hook(
             lambda mod, a, k: (a, {**k, "attention_mask": k["attention_mask"] * 1}), with_kwargs=True
@@ -364,7 +364,7 @@ def test_a_hook_of_the_owner_that_reads_the_mask():
 
 def test_configs_stay_as_they_are():
     """Another model may share them, and be under way in another thread."""
-    model, _ = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    model, _ = pair(attending)
     seen = []
     model.config.__class__ = type(
         "Watched",

@@ -11,7 +11,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed, padded
 from tests.support.compare import assert_same_flattened
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, pair
 from tests.support.notes import find, has
 from tests.support.reports import flattened, told_apart
 
@@ -37,7 +37,7 @@ def test_attention_of_the_users_own_under_sdpa(table):
         return stock(module, query, key, value, attention_mask, scaling=(scaling or 1.0) * 1.7, **kwargs)
 
     table.register("sdpa", sharper)
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    model, reference = pair(attending)
     plain = zoo.step(copy.deepcopy(reference), padded())[0]
     for seed in range(2):
         assert_same_flattened(model, reference, padded(seed=seed))
@@ -47,7 +47,7 @@ def test_attention_of_the_users_own_under_sdpa(table):
 @pytest.mark.slow
 def test_attention_that_is_replaced_between_two_steps(table):
     stock = table._global_mapping["sdpa"]
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    model, reference = pair()
     assert_same_flattened(model, reference, padded())
     before = zoo.step(model, padded())[0].item()
 
@@ -76,7 +76,7 @@ def test_mask_functions_of_the_users_own(function, removed, monkeypatch):
     from transformers.models.llama import modeling_llama
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", function)
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2, use_cache=False))
+    model, reference = pair(lambda: attending(use_cache=False))
     for seed in range(2):
         assert_same_flattened(model, reference, padded(seed=seed, side=("right", "left")[seed]))
     assert flattened(model) == removed and has(model, "padding-kept", reason="masks-not-understood")
@@ -89,7 +89,7 @@ def test_a_window_that_a_mask_function_adds(monkeypatch):
     monkeypatch.setattr(modeling_llama, "create_causal_mask", nearby)
 
     def build():
-        model = zoo.make("llama", num_hidden_layers=2, use_cache=False)
+        model = attending(use_cache=False)
         for layer in model.model.layers:
             layer.self_attn.sliding_window = 4
         return model
@@ -111,7 +111,7 @@ def test_positions_that_a_function_counts_from_a_shape(monkeypatch):
         return rotate(q, k, angles.cos(), angles.sin())
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", by_shape)
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    model, reference = pair(attending)
     assert_same_flattened(model, reference, padded(side="left"))
     assert has(model, "padding-kept", reason="mixes-tokens")
 
@@ -126,7 +126,7 @@ def renumbered(model, layers):
 @pytest.mark.slow
 def test_layers_come_and_go():
     """Copies are not compiled, and see the batch as it is."""
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=4, use_cache=False))
+    model, reference = pair(lambda: attending(num_hidden_layers=4, use_cache=False))
     assert_same_flattened(model, reference, padded())
     for m in (model, reference):
         layers = list(m.model.layers)
@@ -140,7 +140,7 @@ def test_layers_come_and_go():
 @pytest.mark.slow
 def test_layers_that_their_user_compiled():
     def build():
-        model = zoo.make("llama", num_hidden_layers=3, use_cache=False)
+        model = attending(num_hidden_layers=3, use_cache=False)
         for layer in model.model.layers[1:]:
             layer.compile(backend="eager")
         return model
@@ -166,7 +166,7 @@ def test_modules_whose_result_is_over_all_tokens(monkeypatch):
     monkeypatch.setattr(refusals, "_foreign", lambda module: None)
 
     def build():
-        model = zoo.make("llama", num_hidden_layers=2, use_cache=False)
+        model = attending(use_cache=False)
         for layer in model.model.layers:
             layer.mlp = nn.Sequential(Extremes(), layer.mlp)
         return model
@@ -181,8 +181,8 @@ def test_modules_whose_result_is_over_all_tokens(monkeypatch):
 @pytest.mark.slow
 def test_logits_at_every_position_beside_the_models_own_loss():
     """A first step is a step."""
-    teacher = zoo.make("llama", num_hidden_layers=2).eval()
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    teacher = attending().eval()
+    model, reference = pair(attending)
     for seed in range(2):
         found = []
         for m in (model, reference):

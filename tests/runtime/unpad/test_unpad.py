@@ -41,7 +41,8 @@ def test_families(family, changes, side):
     model, reference = pair(lambda: zoo.make(family, **changes))
     for seed in range(2):
         assert_same_flattened(model, reference, padded(3 + seed, 20 + seed, side, seed))
-    assert flattened(model) == 2
+    kinds = set(getattr(model.config, "layer_types", None) or ["all"])
+    assert flattened(model) == 2 and tunecompile.report(model).compiles == len(kinds)
     assert model.config._attn_implementation == reference.config._attn_implementation == "sdpa"
     for m in (model, reference):
         m.eval()
@@ -214,6 +215,7 @@ def test_accumulation_over_batches_with_and_without_padding():
     assert flattened(model) == 2
 
 
+@pytest.mark.slow
 def test_one_compilation_for_all_lengths():
     model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=4)), executor="eager")
     generator = torch.Generator().manual_seed(0)

@@ -7,7 +7,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed, padded
 from tests.support.compare import assert_same_flattened
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, pair
 from tests.support.notes import find, has
 from tests.support.reports import flattened, told_apart
 from tunecompile.runtime.unpad import decision, presume
@@ -71,7 +71,7 @@ def test_a_decoder_that_reads_an_encoder():
 
 def test_a_bias_is_no_mask():
     """What is added to scores and is not a mask alone keeps its batches, and its numbers."""
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2, attn_implementation="eager"))
+    model, reference = pair(lambda: attending(attn_implementation="eager"))
     inputs = zoo.batch(256, 2, 12)
     distance = torch.arange(12) - torch.arange(12)[:, None]
     bias = torch.where(distance <= 0, 0.1 * distance, torch.finfo(torch.float32).min).expand(2, 1, 12, 12)
@@ -107,7 +107,7 @@ def test_a_rank_never_runs_layers_again_by_itself(monkeypatch):
     seen, read = [], decision.read_mask
     monkeypatch.setattr(decision, "read_mask", lambda *given: seen.append(1) or read(*given))
     monkeypatch.setattr(presume, "several", lambda: True)
-    made = zoo.make("llama", num_hidden_layers=2, use_cache=False, attn_implementation="eager")
+    made = attending(use_cache=False, attn_implementation="eager")
     model = tunecompile.optimize(made, executor="eager")
     for _ in range(AFTER + 1):
         zoo.step(model, zoo.batch(256, 2, 8))

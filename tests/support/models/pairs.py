@@ -12,7 +12,37 @@ from tests.support import zoo
 
 
 def small(family: str = "llama", **changes) -> nn.Module:
-    return zoo.make(family, num_hidden_layers=2, **changes)
+    return zoo.make(family, **{"num_hidden_layers": 2, **changes})
+
+
+class Plain(nn.Module):
+    """A layer without attention, which is traced several times as fast."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, hidden_states, **_):
+        return hidden_states + self.inner(hidden_states).sin()
+
+
+def of_plain_layers(**changes) -> nn.Module:
+    """A model of transformers for tests of its head and its loss, which say nothing of layers."""
+    model = small(**changes)
+    for place in range(len(model.model.layers)):
+        model.model.layers[place] = Plain(model.config.hidden_size)
+    return model
+
+
+def without_mlps(model: nn.Module) -> nn.Module:
+    """The model, whose layers mix tokens and do nothing else: for tests of padding and masks."""
+    for layer in model.model.layers:
+        layer.mlp, layer.input_layernorm, layer.post_attention_layernorm = (nn.Identity() for _ in range(3))
+    return model
+
+
+def attending(**changes) -> nn.Module:
+    return without_mlps(small(**changes))
 
 
 def pair(build: Callable[[], nn.Module] = small, **options) -> tuple[nn.Module, nn.Module]:

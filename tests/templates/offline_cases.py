@@ -1,0 +1,242 @@
+"""Arguments for every kernel of the templates, as models call them: no values are needed, so no memory is touched."""
+
+import torch
+
+
+def cases(
+    nf4,
+    mxfp4,
+    cross_entropy,
+    rms_norm,
+    swiglu,
+    lora,
+    lora_mlp,
+    fp8,
+    experts,
+    delta_chunks,
+    delta_forward,
+    delta_backward,
+    delta_gradients,
+    layer_norm,
+    attention,
+    attention_backward,
+):
+    """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
+
+    def e(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype)
+
+    def packed(n, k):
+        blocks = n * k // 64
+        return [
+            e(n * k // 2, 1, dtype=torch.uint8),
+            e(blocks, dtype=torch.uint8),
+            e(256, dtype=torch.float32),
+            e(blocks // 256, dtype=torch.float32),
+            e(dtype=torch.float32),
+        ]
+
+    def nested(function, *extra, **options):
+        def call(p, a, code, scale, offset, *rest):
+            return function(
+                p,
+                a,
+                (1024, 4096),
+                torch.bfloat16,
+                *rest,
+                absmax_code=code,
+                absmax_scale=scale,
+                absmax_offset=offset,
+                **options,
+            )
+
+        return call, packed(1024, 4096) + list(extra)
+
+    def to_fp8(transposed):
+        def call(out, scales, p, a, code, scale, offset):
+            return fp8.write_nf4(
+                p,
+                a,
+                (1024, 4096),
+                scales,
+                out,
+                transposed=transposed,
+                absmax_code=code,
+                absmax_scale=scale,
+                absmax_offset=offset,
+            )
+
+        rows, width = (4096, 1072) if transposed else (1024, 4144)
+        return call, [e(rows, width, dtype=torch.float8_e4m3fn), e(1, rows, dtype=torch.float32), *packed(1024, 4096)]
+
+    def piece(d, gate_up, y, xa, parts):
+        both = torch.cat([gate_up, gate_up.new_zeros(64, 64)], 1)
+        lora_mlp.backward_of_piece(d, both[:, :28672], y, xa, (16, 16), "silu", parts, both)
+        return both
+
+    def product(x, order, weight, inner, up, table, offsets):
+        return experts.rows(x, weight, offsets, table, 512, turned=True, order=order, choices=8, inner=inner, up=up)
+
+    def forward():
+        total, square, state = e(1, 32, 256, dtype=torch.float32), e(1, 200, 32, 64), e(1, 4, 32, 128, 128)
+        final, values = e(1, 32, 128, 128, dtype=torch.float32), e(1, 200, 32, 128)
+        return delta_chunks.Chunks(total, square, values, values), delta_forward.States(values, state, final)
+
+    def delta(function, *rest):
+        """A step of the rule's backward, under documents."""
+
+        def call(q, k, v, beta, ends, numbers, *given):
+            made = delta_gradients.Operands(v, q, k, v, beta, ends, numbers, 0.1)
+            return function(made, *given)
+
+        return call, [*heads, rates, ends, numbers, *rest]
+
+    heads, values, rates = (
+        [e(1, 200, 16, 128), e(1, 200, 16, 128), e(1, 200, 32, 128)],
+        e(1, 200, 32, 128),
+        e(1, 200, 32),
+    )
+    ends, numbers, sums = e(5, dtype=torch.int32), e(200, dtype=torch.int32), e(1, 200, 32, dtype=torch.float32)
+    documents, level = [e(64, 16, 256), e(64, 8, 256), e(64, 8, 256)], e(16, 64, dtype=torch.float32)
+    order, offsets, table = e(512, dtype=torch.int64), e(128, dtype=torch.int32), e(133, 4, dtype=torch.int32)
+    tokens, stack, xa, ups = e(64, 2048), e(128, 1536, 2048), e(512, 16), e(128, 16, 1536)
+    labels = e(8, dtype=torch.int64)
+    q = e(2, 64, 32, 128).transpose(1, 2)
+    w, x, wide = e(4096), e(64, 4096), e(64, 2 * 14336)
+    gate, up = wide[:, :14336], wide[:, 14336:]
+    return {
+        "nf4": nested(nf4.dequantize),
+        "nf4_siblings": (
+            lambda p, a, code, scale, offset, b: nf4.dequantize_siblings(
+                [nf4.Weight(p, a, code, scale, offset, 1024)] * 3,
+                4096,
+                torch.empty(3072, 4160, dtype=torch.bfloat16),
+                [nf4.Adapter(b, 2.0, 16 * i) for i in range(3)],
+            ),
+            packed(1024, 4096) + [e(1024, 16, dtype=torch.float32)],
+        ),
+        "mxfp4": (
+            lambda p, s: mxfp4.dequantize(p, s, (1024, 4096), torch.bfloat16),
+            [e(1024, 2048, dtype=torch.uint8), e(1024, 128, dtype=torch.uint8)],
+        ),
+        "fp8_quantize": (
+            lambda x, extra: fp8.quantize_rows(x, extra, 4096 + 48),
+            [e(64, 4096), e(64, 16, dtype=torch.float32)],
+        ),
+        "fp8_quantize_wide": (lambda x: fp8.quantize_rows(x, None, 28672), [e(8, 28672)]),
+        "fp8_adapter": (
+            lambda m, b: fp8.begin_weight(m, b, 4096, 4096, 4096 + 64),
+            [e(dtype=torch.float32), e(4096, 16, dtype=torch.float32)],
+        ),
+        "fp8_dense": (
+            lambda w, s, out: fp8.write_dense(w, s, out),
+            [e(1024, 4096), e(1, 1024, dtype=torch.float32), e(1024, 4144, dtype=torch.float8_e4m3fn)],
+        ),
+        "fp8_dense_transposed": (
+            lambda w, s, out: fp8.write_dense(w.t(), s, out),
+            [e(1024, 4096), e(1, 4096, dtype=torch.float32), e(4096, 1040, dtype=torch.float8_e4m3fn)],
+        ),
+        "fp8_nf4": to_fp8(transposed=False),
+        "fp8_nf4_transposed": to_fp8(transposed=True),
+        "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8, 128256), labels]),
+        "cross_entropy_all": (
+            lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
+            [e(8, 49152), labels],
+        ),
+        "cross_entropy_rows": (
+            lambda z, y, f: cross_entropy.loss_and_grad_(z, y, factors=f),
+            [e(8, 128256), labels, e(8, dtype=torch.float32)],
+        ),
+        "cross_entropy_statistics": (
+            lambda z, y, f: cross_entropy.statistics_and_grad_(
+                z, y, cross_entropy.STATISTICS, factors=f, entropy_factors=f, softcap=30.0
+            ),
+            [e(8, 151936), labels, e(8, dtype=torch.float32)],
+        ),
+        "rms_norm": (lambda x, w, r: rms_norm.forward(x, w, residual=r), [x, w, x]),
+        "rms_norm_wide": (lambda x, w: rms_norm.forward(x, w), [e(8, 28672), e(28672)]),
+        "rms_norm_backward": (
+            lambda g, x, w, r: rms_norm.backward(g, x, w, residual_grad=r, need_weight_grad=True),
+            [x, x, w, x],
+        ),
+        "rms_norm_heads": (
+            lambda g, x, w: rms_norm.backward(g, x, w, offset=1.0, round_before_scale=False),
+            [q, q, e(128)],
+        ),
+        "attention": (lambda *given: attention.forward(*given, 512, 0.06, 128, 50.0), [*documents, ends]),
+        "attention_wide": (
+            lambda *given: attention.forward(*given, 512, 0.06),
+            [e(64, 8, 512), e(64, 1, 512), e(64, 1, 512), ends],
+        ),
+        **{
+            f"attention_{name}": (
+                lambda *given, back=back: back(*given, 512, 0.06, 0, 50.0),
+                [documents[0], *documents, level, level, ends],
+            )
+            for name, back in (
+                ("keys", attention_backward.gradients_of_keys),
+                ("queries", attention_backward.gradients_of_queries),
+            )
+        },
+        "layer_norm_backward": (
+            lambda g, x, w, r: layer_norm.backward(g, x, w, residual_grad=r, need_parameter_grads=True),
+            [x, x, w, x],
+        ),
+        "swiglu": (lambda g, u: swiglu.forward(g, u), [gate, up]),
+        "clamped_gate": (lambda both: swiglu.clamped(both, 1.702, 7.0), [wide]),
+        "clamped_gate_backward": (lambda d, both: swiglu.clamped_backward(d, both, 1.702, 7.0), [e(64, 14336), wide]),
+        "lora_rows": (lambda a, out: lora.append_rows(a, out, 4), [e(16, 4096, dtype=torch.float32), e(20, 4096)]),
+        "lora_columns": (
+            lambda xa, out: lora.append_columns(xa, out, 4096),
+            [e(64, 16, dtype=torch.float32), e(64, 4112)],
+        ),
+        "lora_beside": (lambda x, xa, out: lora.write_beside(x, xa, out), [e(64, 4096), e(64, 32), e(64, 4160)]),
+        "lora_mlp_piece": (piece, [gate, wide, e(64, 16), e(64, 32), e(1, 3, 16, 14336, dtype=torch.float32)]),
+        "lora_mlp": (
+            lambda d, gu, y, xa: lora_mlp.backward(d, gu, y, xa, (16, 16), width=28736),
+            [gate, wide, e(64, 16), e(64, 32)],
+        ),
+        "experts_tiles": (lambda offsets, like: experts.tiles(offsets, 512, like), [offsets, tokens]),
+        "experts_rows": (product, [tokens, order, stack, xa, ups, table, offsets]),
+        "experts_input": (
+            lambda grad, stack, table, offsets: experts.rows(grad, stack, offsets, table, 512, turned=False),
+            [e(512, 1536), stack, table, offsets],
+        ),
+        "experts_narrow": (
+            lambda x, a, table, offsets: experts.rows(x, a, offsets, table, 512, turned=True),
+            [e(512, 2048), e(128, 16, 2048), table, offsets],
+        ),
+        "experts_outer": (
+            lambda xa, x, order, offsets: experts.outer(xa, x, offsets, order=order, choices=8),
+            [xa, tokens, order, offsets],
+        ),
+        "experts_collect": (
+            lambda y, places: experts.collect(y, places, 8, torch.float32),
+            [e(512, 2048), order],
+        ),
+        "experts_zero_idle": (experts.zero_idle, [e(128, 768, 2048), offsets]),
+        "experts_zero_behind": (experts.zero_behind, [e(512, 2048), offsets]),
+        "delta_prepare": (
+            lambda k, v, g, beta, numbers: delta_chunks.prepare(k, v, g, beta, numbers),
+            [*heads[1:], sums, rates, numbers],
+        ),
+        "delta_scan": (lambda k, v, ends: delta_forward.scan(forward()[0], k, v, ends), [*heads[1:], ends]),
+        "delta_outputs": (
+            lambda q, k, v, numbers: delta_forward.outputs(*forward(), q, k, v, numbers, 0.1),
+            [*heads, numbers],
+        ),
+        "delta_pending": delta(lambda call: delta_backward.pending(call, forward()[0].total)),
+        "delta_scan_back": delta(
+            lambda call, waiting, final: delta_backward.scan(call, forward()[0], waiting, final),
+            values,
+            e(1, 32, 128, 128, dtype=torch.float32),
+        ),
+        "delta_products": delta(lambda call, given: delta_gradients.products(call, forward()[0], given, given), values),
+        "delta_operands": delta(
+            lambda call, states, square, missing, one, other: delta_gradients.operands(
+                call, *forward(), states, square, square, missing, one, other
+            ),
+            *(e(1, 4, 32, 128, 128), e(1, 200, 32, 64), values, sums, e(1, 200, 32, dtype=torch.float32)),
+        ),
+        "swiglu_backward": (lambda d, g, u: swiglu.backward(d, g, u, "gelu_tanh", recompute=True), [gate, gate, up]),
+    }

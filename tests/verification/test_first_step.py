@@ -1,0 +1,125 @@
+"""`optimize(model, verify=True)`: the first training step is verified, and goes on as if nothing had looked at it."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+import tunecompile.passes
+from tests.support import zoo
+from tests.support.models.verified import build
+from tests.support.notes import find, has
+from tests.support.planted import planted_passes
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+verification = importlib.import_module("tunecompile.verification.verify")  # the package has the function by that name
+
+
+@pytest.mark.gpu  # needs none, but half a minute
+def test_the_first_training_step_is_verified(monkeypatch, caplog):
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted_passes(1.01))
+    model, plain = build(), None
+    plain = tunecompile.optimize(copy.deepcopy(model), executor="eager")
+    monkeypatch.undo()
+    expected = zoo.step(tunecompile.optimize(copy.deepcopy(model), executor="eager"), zoo.batch())
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted_passes(1.01))
+    tunecompile.optimize(model, executor="eager", verify=True)
+    loss, gradients = zoo.step(model, zoo.batch())
+    assert (
+        max(zoo.errors(gradients, expected[1]).values())
+        < 1e-5
+        < max(zoo.errors(zoo.step(plain, zoo.batch())[1], expected[1]).values())
+    )
+    (note,) = find(model, "verified")
+    assert "the rewrite at fault is planted: wrong" in note.detail and "FAILED" in caplog.text
+    zoo.step(model, zoo.batch())
+    assert len(find(model, "verified")) == 1
+
+
+@pytest.mark.slow
+def test_a_right_first_step_is_told_and_one_without_labels_is_not_verified():
+    model = tunecompile.optimize(build(), executor="eager", verify=True)
+    with torch.no_grad():
+        model(**zoo.batch())  # no training step
+    reference = zoo.step(tunecompile.optimize(build(), executor="eager"), zoo.batch())
+    loss, gradients = zoo.step(model, zoo.batch())
+    assert loss == reference[0] and all(torch.equal(gradients[name], g) for name, g in reference[1].items())
+    assert has(model, "verified", detail="gradients are as near to float64 as eager's")
+    model = tunecompile.optimize(build(), executor="eager", verify=True)
+    batch = zoo.batch()
+    del batch["labels"]
+    model(**batch).logits.sum().backward()
+    assert has(model, "not-verified", detail="no loss")
+
+
+@pytest.mark.slow
+def test_under_accelerates_mixed_precision():
+    accelerate = pytest.importorskip("accelerate")
+    model = tunecompile.optimize(build(), executor="eager", verify=True)
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    batch = zoo.batch(rows=4, length=64)
+    model(**batch).loss.backward()
+    result = tunecompile.verify(model, batch)
+    assert result.reference == "float32" and 1e-4 < max(row["eager_error"] for row in result.gradients) < 0.1
+    assert has(model, "verified")
+
+
+@pytest.mark.slow
+def test_a_model_with_gradient_checkpointing():
+    model = build().to(torch.bfloat16)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    tunecompile.optimize(model, executor="eager", verify=True)
+    zoo.step(model, zoo.batch(rows=4, length=64))
+    (note,) = find(model, "verified", "not-verified")
+    assert note.code == "verified" and model.model.is_gradient_checkpointing
+
+
+@pytest.mark.slow
+def test_a_batch_with_a_graph_of_its_own():
+    model, projector = tunecompile.optimize(build(), executor="eager", verify=True), nn.Linear(8, 64)
+    inputs = projector(torch.randn(2, 16, 8))
+    model(inputs_embeds=inputs, labels=torch.randint(0, 256, (2, 16))).loss.backward()
+    assert projector.weight.grad is not None and has(model, "verified")
+
+
+class Whole(nn.Module):
+    """Without repeated layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return type("Output", (), {"loss": self.outer(torch.nn.functional.silu(self.inner(x))).square().mean()})
+
+
+@pytest.mark.slow
+def test_a_model_that_is_one_region():
+    torch.manual_seed(0)
+    model = tunecompile.optimize(Whole().train(), executor="eager", verify=True)
+    model(torch.randn(4, 8)).loss.backward()
+    assert find(model, "verified", "not-verified")
+
+
+@pytest.mark.slow
+def test_a_trial_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    monkeypatch.setattr(tunecompile.passes, "PIPELINE", planted_passes(1.01))
+    model = tunecompile.optimize(build(), executor="eager", verify=True)
+    before = model._tunecompile.passes
+    monkeypatch.setattr(verification, "find", lambda passes, wrong: wrong(passes[:1]) and 1 / 0)
+    zoo.step(model, zoo.batch())
+    assert model._tunecompile.passes == before and has(model, "not-verified", detail="ZeroDivisionError")
+
+
+@pytest.mark.slow
+def test_a_budget_learns_nothing_from_it():
+    model = tunecompile.optimize(build(), memory="1TiB", executor="eager", verify=True)
+    zoo.step(model, zoo.batch())
+    budget = model._tunecompile.step.budget
+    assert budget.progress.steps == 1 and budget.memory.surplus == 0
