@@ -12,7 +12,7 @@ from tests.support.models.pairs import small
 from tests.support.trainers import Rows, collate
 from tunecompile.errors import HostTooOld, NotOptimized
 from tunecompile.trainers import door as doors
-from tunecompile.trainers.names import RUN
+from tunecompile.trainers.door import RUN
 
 pl = pytest.importorskip("lightning.pytorch")
 from lightning.fabric import Fabric

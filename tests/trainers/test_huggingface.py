@@ -12,7 +12,7 @@ from tests.support.models.pairs import small
 from tests.support.trainers import Rows, arguments, collate, curve
 from tunecompile.cli.commands import run
 from tunecompile.errors import BadOption, NotOptimized
-from tunecompile.trainers.names import RUN
+from tunecompile.trainers.door import RUN
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

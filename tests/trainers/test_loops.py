@@ -14,7 +14,7 @@ from tests.support.models.pairs import small
 from tunecompile.cli.commands import run
 from tunecompile.runtime.model_state import is_optimized
 from tunecompile.trainers import loops
-from tunecompile.trainers.names import RUN
+from tunecompile.trainers.door import RUN
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

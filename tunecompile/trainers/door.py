@@ -18,11 +18,14 @@ from tunecompile.report.report import Report
 from tunecompile.runtime.find_layers import find_layers
 from tunecompile.runtime.model_state import is_optimized
 from tunecompile.trainers.api import optimize, report
-from tunecompile.trainers.names import RUN
 
-__all__ = ["Door", "check_host", "held_by", "options_of_run", "trained"]
+__all__ = ["RUN", "SITE", "Door", "check_host", "held_by", "options_of_run", "trained"]
 
 log = logging.getLogger(__name__)
+
+#: the variable with a JSON: `options` of `optimize`, and `told`, a file to which each process writes what it optimizes
+RUN = "TUNECOMPILE_RUN"
+SITE = Path(__file__).parent / "site"  #: the folder that `tunecompile run` puts first on Python's path
 
 
 class Door:

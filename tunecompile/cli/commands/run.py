@@ -16,8 +16,7 @@ from rich.console import Console
 
 from tunecompile.cli.options import escape, exit_code, one_of
 from tunecompile.errors import BadOption
-from tunecompile.trainers import names
-from tunecompile.trainers.names import RUN, SITE
+from tunecompile.trainers.door import RUN, SITE
 
 NOT_FOUND = (
     "no Trainer was made, and no optimizer of torch's over a model with repeated layers. Call "
@@ -81,6 +80,6 @@ def arguments(command: list[str]) -> list[str]:
 
 def environment(options: dict, told: Path) -> dict[str, str]:
     """The environment of the command: where Python finds what adds the callback, and the options."""
-    folder = str(Path(names.__file__).parent / SITE)
+    folder = str(SITE)
     path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, RUN: json.dumps({"options": options, "told": str(told)})}

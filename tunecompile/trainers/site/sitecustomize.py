@@ -69,6 +69,11 @@ def add_callback(trainer):
     trainer.DEFAULT_CALLBACKS.append(from_environment())
 
 
+def add_kernel(kernels):
+    """Put ours among LLaMA-Factory's kernels."""
+    import tunecompile.trainers.llamafactory  # noqa: F401
+
+
 def watch_optimizers(optim):
     """Look for the model of every optimizer, when it is made: before its first step, and before engines wrap both."""
     own = optim.Optimizer.__init__
@@ -84,6 +89,7 @@ def watch_optimizers(optim):
 
 
 HOSTS = {
+    "llamafactory.v1.plugins.model_plugins.kernels.interface": add_kernel,
     "transformers.modeling_utils": add_names,
     "transformers.trainer": add_callback,
     "torch.optim.optimizer": watch_optimizers,
