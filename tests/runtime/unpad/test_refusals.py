@@ -62,15 +62,17 @@ def after_metrics(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "loss",
     [
-        pytest.param(loss, marks=pytest.mark.slow)
-        for loss in (
-            every_token,
-            lambda logits: every_token(logits, "none"),
-            after_metrics,
-            lambda logits: torch.cat([logits, logits]).logsumexp(-1).mean(),
-        )
+        after_metrics,
+        *(
+            pytest.param(loss, marks=pytest.mark.slow)
+            for loss in (
+                every_token,
+                lambda logits: every_token(logits, "none"),
+                lambda logits: torch.cat([logits, logits]).logsumexp(-1).mean(),
+            )
+        ),
     ],
-    ids=["own labels", "no reduction", "after metrics", "joined"],
+    ids=["after metrics", "own labels", "no reduction", "joined"],
 )
 def test_a_loss_of_the_users_own_counts_padding(loss):
     """Beside labels that do not. Numbers are right in the first step, and from the next one on the padding stays."""

@@ -167,13 +167,13 @@ class Logits:
             self.head.refuse(note("logits-used-before-loss"))
 
     def read_at_padding(self) -> None:
-        whole = self.head.read(self.hidden, self.autocast) if self.real is None else None
+        whole = self.head.read(self.hidden, self.autocast) if self.real is None or self.pristine else None
         if whole is None:
             return
         ahead: list[Logits | None] = [self]
         while ahead:
             if (each := ahead.pop()) is not None:
-                each.hidden, each.padded = whole, False
+                each.hidden, each.padded, each.real = whole, False, None  # metrics may have read them before
                 ahead += [each.source, each.before]
 
 
