@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ import torch
 
 from tunecompile._torch import known_bugs
 from tunecompile._torch.fake_tensors import select_decomp_table
-from tunecompile._torch.lookup import NotRaised, exist, exists, lookup, need, patched
+from tunecompile._torch.late_kernels import InductorError, LateKernels
+from tunecompile._torch.lookup import exist, exists, lookup, need, patched
 from tunecompile._torch.saved_strides import hooks_were_seen, with_strides
 
 if TYPE_CHECKING:
@@ -67,9 +69,6 @@ _CLEARS_DONATED = exist(f"{_GUARDS}.try_get", f"{_GUARDS}.fw_metadata") and exis
     "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta.bw_donated_idxs"
 )
 
-
-#: Inductor could not generate code
-InductorError = lookup("torch._inductor.exc.InductorError", NotRaised)
 
 _CODE = "torch._inductor.output_code.CompiledFxGraph"
 _compiled_graph = lookup(_CODE)
@@ -167,6 +166,10 @@ def _functorch(**settings: Any) -> contextlib.AbstractContextManager:
     return patched(torch._functorch.config, force_non_lazy_backward_lowering=True, **settings)
 
 
+#: how templates are launched: as Inductor's own kernels
+_LAUNCHES = {"static_launch_user_defined_triton_kernels": True}
+
+
 def _inductor_settings(
     inputs: list, lower: CustomGraphPass, partition: CustomPartitionerFn, combine: bool
 ) -> dict[str, Any]:
@@ -176,7 +179,7 @@ def _inductor_settings(
     on a 1B model. Templates start as Inductor's own kernels do, without a run of the C compiler for each, 0.1 s a
     kernel (its workers know from their environment).
     """
-    settings: dict[str, Any] = {"combo_kernels": combine, "static_launch_user_defined_triton_kernels": True}
+    settings: dict[str, Any] = {"combo_kernels": combine, **_LAUNCHES}
     if known_bugs.MIX_ORDER_REDUCTION.present:
         settings["triton.mix_order_reduction"] = False
     if known_bugs.PADDING_GUARDS_SIZES.present and any(isinstance(each, torch.SymInt) for each in inputs):
@@ -217,13 +220,14 @@ def compile_inductor(
     )
     if not _CAN_WRAP:
         wrap, keep = None, None
+    late = LateKernels()
 
     def inner(graph_module: torch.fx.GraphModule, example_inputs: list, **kwargs: Any) -> Any:
         kind, example_inputs = "backward" if kwargs.get("is_backward") else "forward", list(example_inputs)
         _keep_for_another_backward(kind)
         around = keep(graph_module, example_inputs, kind) if keep is not None else None
         with turn(graph_module, example_inputs):
-            code = compile_fx_inner(graph_module, example_inputs, **kwargs)
+            code = _generate(late, kind, partial(compile_fx_inner, graph_module, example_inputs, **kwargs))
         if (
             wrap is not None
             and isinstance(code, _compiled_graph)
@@ -239,9 +243,23 @@ def compile_inductor(
 
     cached = cached and wrap is None and not hooks_were_seen()  # graphs from that cache are not wrapped
     with _functorch(enable_autograd_cache=cached):
-        return compile_fx(
+        compiled = compile_fx(
             gm, inputs, inner_compile=inner, config_patches=_inductor_settings(inputs, lower, partition, combine)
         )
+    with patched(torch._inductor.config, **_LAUNCHES):
+        late.finish()  # where there was no second graph
+    return compiled
+
+
+def _generate(late: LateKernels, kind: str, generate: Callable) -> Any:
+    """Generate code for one graph. Kernels of a forward may come when the code of its backward is there."""
+    if kind == "forward":
+        with late.around():
+            late.code = generate()
+        return late.code
+    code = generate()
+    late.finish()
+    return code
 
 
 def compile_eager(

@@ -284,6 +284,15 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._inductor.async_compile.maybe_warm_pool",
     ),
     *group(
+        "kernels of a forward are awaited before code for its backward is generated",
+        *("async_compile.AsyncCompile", "async_compile.AsyncCompile.wait"),
+        *("codecache.FxGraphCache", "codecache.FxGraphCache._save_graph"),
+        *("triton_bundler.TritonBundler", "triton_bundler.TritonBundler.begin_compile"),
+        *("triton_bundler.TritonBundler.collect", "triton_bundler.TritonBundler.end_compile"),
+        "output_code.CompiledFxGraph.set_triton_bundle",
+        under="torch._inductor",
+    ),
+    *group(
         "caches are where TORCHINDUCTOR_CACHE_DIR says, or in the folder for temporary files",
         "torch._inductor.runtime.cache_dir_utils.cache_dir",
         "torch._inductor.runtime.cache_dir_utils.default_cache_dir",
