@@ -1,4 +1,4 @@
-"""AOTAutograd and Inductor: the two executors, their caches and workers, and torch's structured trace."""
+"""AOTAutograd and Inductor: the two executors, their caches, and torch's structured trace."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import getpass
 import os
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,6 @@ __all__ = [
     "keeps_code",
     "min_cut_rematerialization_partition",
     "replacing",
-    "start_compile_workers",
     "trace_artifact",
     "triton_kernel_wrap",
 ]
@@ -86,44 +84,6 @@ def _cache_dir() -> str:
 _CACHES = "torch._inductor.runtime.cache_dir_utils"
 _find_cache = lookup(f"{_CACHES}.cache_dir", _cache_dir)
 _find_default_cache = lookup(f"{_CACHES}.default_cache_dir", _default_cache_dir)
-
-
-def start_compile_workers(driver: bool = True) -> None:
-    """Begin early with what a first compilation waits for.
-
-    Inductor's processes that compile Triton kernels need seconds to come up, in which it would compile one kernel after
-    the other, and Triton reads itself (for its cache's keys) and compiles its driver in C.
-
-    Args:
-        driver: whether Triton's driver is made, too: on this process's GPU, which has to be chosen by then.
-    """
-    with contextlib.suppress(ImportError):  # only time is lost
-        # workers see no `config_patches`
-        with _in_environment(TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS="1"):
-            need("torch._inductor.async_compile.maybe_warm_pool")()
-        if not driver:
-            return
-        import triton
-
-        threading.Thread(target=_prepare_triton, args=(triton,), name="tunecompile-triton", daemon=True).start()
-
-
-def _prepare_triton(triton: Any) -> None:
-    with contextlib.suppress(Exception):  # who needs it fails with the reason
-        triton.runtime.driver.active.get_current_target()
-        triton.runtime.cache.triton_key()
-
-
-@contextlib.contextmanager
-def _in_environment(**variables: str) -> Iterator[None]:
-    """For processes that are started inside. Variables that the user set stay."""
-    ours = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
 
 
 #: (compiled callable, "forward" or "backward", positions of parameters) -> the callable to run instead

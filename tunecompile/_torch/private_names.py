@@ -284,6 +284,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._inductor.async_compile.maybe_warm_pool",
     ),
     *group(
+        "until compile workers are there, one kernel is compiled after the other",
+        "torch._inductor.async_compile.AsyncCompile._ready_future",
+    ),
+    *group(
         "kernels of a forward are awaited before code for its backward is generated",
         *("async_compile.AsyncCompile", "async_compile.AsyncCompile.wait"),
         *("codecache.FxGraphCache", "codecache.FxGraphCache._save_graph"),

@@ -8,7 +8,7 @@ import os
 import torch
 from torch import nn
 
-from tunecompile._torch.inductor import start_compile_workers
+from tunecompile._torch.compile_workers import start_compile_workers
 from tunecompile._torch.lookup import notes, warn, why_off
 from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.compile_cache import link_read_only

@@ -1,0 +1,65 @@
+"""Kernels are sent to compile workers while these come up."""
+
+import os
+import time
+from concurrent.futures import Future
+
+import pytest
+from torch._inductor import async_compile
+from torch._inductor.async_compile import AsyncCompile
+
+from tunecompile._torch import compile_workers
+
+
+@pytest.fixture
+def future(monkeypatch):
+    """Of the job that tells that the workers are there."""
+    future = Future()
+    monkeypatch.setattr(AsyncCompile, "_ready_future", None)
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 2)
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: setattr(AsyncCompile, "_ready_future", future))
+    return future
+
+
+def test_kernels_are_sent_before_workers_are_there(future):
+    compile_workers.start_compile_workers(driver=False)
+    assert AsyncCompile.use_process_pool()
+    future.set_result("ready")
+    assert AsyncCompile.use_process_pool()
+    AsyncCompile.wait_pool_ready()
+
+
+def test_workers_that_do_not_come_up_get_no_more(future, monkeypatch):
+    monkeypatch.setattr(compile_workers, "PATIENCE", 0.0)
+    compile_workers.start_compile_workers(driver=False)
+    assert not AsyncCompile.use_process_pool()
+    future.set_result("ready")
+    assert AsyncCompile.use_process_pool()
+
+
+def test_workers_that_are_there_stay_torchs(future):
+    future.set_result("ready")
+    compile_workers.start_compile_workers(driver=False)
+    assert AsyncCompile._ready_future is future
+
+
+def test_without_workers_nothing_is_sent(monkeypatch):
+    monkeypatch.setattr(AsyncCompile, "_ready_future", None)
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: None)
+    compile_workers.start_compile_workers(driver=False)
+    assert AsyncCompile._ready_future is None
+
+
+@pytest.mark.slow
+def test_what_is_sent_early_is_done():
+    """By torch's real processes."""
+    async_compile.shutdown_compile_workers()
+    try:
+        compile_workers.start_compile_workers(driver=False)
+        begin, early = time.monotonic(), not AsyncCompile._ready_future._future.done()
+        assert AsyncCompile.use_process_pool() and early
+        job = AsyncCompile.process_pool().submit(os.getpid)
+        assert job.result(timeout=300) != os.getpid()
+        assert time.monotonic() - begin > 0.5  # they had to come up
+    finally:
+        async_compile.shutdown_compile_workers()

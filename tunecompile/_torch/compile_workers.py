@@ -1,0 +1,85 @@
+"""Inductor's processes that compile Triton kernels, and what else of a first compilation can begin before it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from tunecompile._torch.lookup import exist, lookup, need
+
+__all__ = ["start_compile_workers"]
+
+_ASYNC_COMPILE = "torch._inductor.async_compile.AsyncCompile"
+_async_compile = lookup(_ASYNC_COMPILE)
+_CAN_QUEUE = exist(_ASYNC_COMPILE, f"{_ASYNC_COMPILE}._ready_future")
+
+#: seconds in which kernels are sent to processes that are still coming up. They import what this process did, which
+#: takes 3 s, or 14 where files are slow; if it takes longer than this, something is wrong with them
+PATIENCE = 30.0
+
+
+def start_compile_workers(driver: bool = True) -> None:
+    """Begin early with what a first compilation waits for.
+
+    Inductor's processes need seconds to come up, and Triton reads itself (for its cache's keys) and compiles its driver
+    in C.
+
+    Args:
+        driver: whether Triton's driver is made, too: on this process's GPU, which has to be chosen by then.
+    """
+    with contextlib.suppress(ImportError):  # only time is lost
+        # workers see no `config_patches`
+        with _in_environment(TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS="1"):
+            need("torch._inductor.async_compile.maybe_warm_pool")()
+        _send_at_once()
+        if not driver:
+            return
+        import triton
+
+        threading.Thread(target=_prepare_triton, args=(triton,), name="tunecompile-triton", daemon=True).start()
+
+
+def _send_at_once() -> None:
+    """Let Inductor send kernels to its processes while they come up.
+
+    By itself it compiles in this process until then, one kernel after the other, and generates no code meanwhile: 5 s
+    of a first step of 23 (H100). Sent early, they are compiled side by side as soon as the processes are there.
+    """
+    future = getattr(_async_compile, "_ready_future", None)
+    if _CAN_QUEUE and future is not None and not future.done():
+        _async_compile._ready_future = ComingUp(future)
+
+
+class ComingUp:
+    """In the place of the job that tells torch that its processes are there; `done` is whether it may send kernels."""
+
+    def __init__(self, future: Any) -> None:
+        self._future, self._until = future, time.monotonic() + PATIENCE
+
+    def done(self) -> bool:
+        return self._future.done() or time.monotonic() < self._until
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._future, name)
+
+
+def _prepare_triton(triton: Any) -> None:
+    with contextlib.suppress(Exception):  # who needs it fails with the reason
+        triton.runtime.driver.active.get_current_target()
+        triton.runtime.cache.triton_key()
+
+
+@contextlib.contextmanager
+def _in_environment(**variables: str) -> Iterator[None]:
+    """For processes that are started inside. Variables that the user set stay."""
+    ours = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
