@@ -285,7 +285,17 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *group(
         "until compile workers are there, one kernel is compiled after the other",
-        "torch._inductor.async_compile.AsyncCompile._ready_future",
+        *("AsyncCompile._ready_future", "AsyncCompile.process_pool"),
+        under="torch._inductor.async_compile",
+    ),
+    *group(
+        "a kernel's configurations are timed 100 times each in the first step",
+        *("triton_heuristics", "triton_heuristics.benchmarker"),
+        under="torch._inductor.runtime",
+    ),
+    *group(
+        "a first layer waits until cuDNN has loaded its attention",
+        "torch.ops.aten._scaled_dot_product_cudnn_attention",
     ),
     *group(
         "kernels of a forward are awaited before code for its backward is generated",
