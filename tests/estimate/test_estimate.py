@@ -346,3 +346,22 @@ def test_the_peak_is_the_measured_one(share):
         assert peak == pytest.approx(estimate.peak, rel=0.1) and told.memory["predicted_ms"] == pytest.approx(
             estimate.milliseconds, rel=0.1
         )
+
+
+def test_written_out_attention_keeps_no_scores_and_makes_no_mask():
+    """As a training step, which runs it on documents: a mask of 65,536 tokens would be 8 GiB, scores more."""
+    model = zoo.make("llama", num_hidden_layers=2, attn_implementation="eager", max_position_embeddings=1 << 16)
+    found = tunecompile.estimate(zoo.adapt(model.bfloat16()).train(), (1, 1 << 16), gpu="h100")
+    assert found.activations < 2 << 30, found
+
+
+@pytest.mark.slow
+def test_layers_with_windows_take_less_time():
+    """Each has a survey of its own: at 32,768 tokens attention to all of them takes most of the time."""
+    times = []
+    for windows in (0, 1, 2):
+        kinds = ["sliding_attention"] * windows + ["full_attention"] * (2 - windows)
+        more = {"num_hidden_layers": 2, "sliding_window": 8, "layer_types": kinds, "max_position_embeddings": 1 << 15}
+        model = zoo.adapt(zoo.make("gpt_oss", **more).bfloat16()).train()
+        times.append(tunecompile.estimate(model, (1, 1 << 15), gpu="h100").milliseconds)
+    assert times[0] > 1.2 * times[1] > 1.2 * 1.2 * times[2], times

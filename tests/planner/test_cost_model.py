@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tunecompile.planner.cost_model import GAP, RIDGE, SUSTAINED, Work, beside_layers, graph_work
+from tunecompile.planner.cost_model import GAP, RIDGE, SUSTAINED, Work, beside_layers, flops, graph_work
 from tunecompile.planner.hardware import Rates
 
 N = 64
@@ -68,3 +68,16 @@ def test_head_loss_and_optimizer():
         products=4 * 10 * 8000, traffic=2 * 4 * 10 * 1000 + 7 * 400
     )
     assert beside_layers([head.requires_grad_()], [], tokens=10).products == 6 * 10 * 8000
+
+
+@pytest.mark.parametrize("window, keys", [(None, 10), (3, 4)])
+def test_attention_of_documents_counts_the_longest_and_windows(window, keys):
+    graph = torch.fx.Graph()
+    shapes = [(64, 4, 16), (64, 2, 16), (64, 2, 16), (5,), (5,)]
+    given = [graph.placeholder(f"x{at}") for at in range(len(shapes))]
+    for node, shape in zip(given, shapes):
+        node.meta["val"] = torch.empty(shape, device="meta")
+    called = torch.ops.aten._flash_attention_forward.default
+    asked = {} if window is None else {"window_size_left": window}
+    node = graph.call_function(called, (*given, 10, 10, 0.0, True, False), asked)
+    assert flops(node) == 4 * 64 * 4 * 16 * keys

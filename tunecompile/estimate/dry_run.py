@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,7 @@ from tunecompile._torch.fake_tensors import FakeTensorMode
 from tunecompile._torch.modules import fill
 from tunecompile.compiler.backend import CompiledAs
 from tunecompile.compiler.survey import SurveyBackend
+from tunecompile.compiler.token_wise import NotTokenWise
 from tunecompile.errors import CannotEstimate, summary
 from tunecompile.estimate.dry_run_planner import DryRunPlanner, StaticMemory
 from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears
@@ -32,11 +35,16 @@ from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.notes import Note, note
 from tunecompile.planner.datasheets import HOST, GpuSpec
 from tunecompile.runtime.compile_limits import CompileEffort
-from tunecompile.runtime.dynamic_shapes import DynamicShapes, tensors_in
+from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, tensors_in
 from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.model_state import State
+from tunecompile.runtime.region import Region
+from tunecompile.runtime.unpad.decision import refused_now
+from tunecompile.runtime.unpad.documents import BOTH_WAYS, windows_of
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.unpad import mask_in
 from tunecompile.runtime.variant import Variant
 
 UNBOUNDED = 1 << 60  #: bytes
@@ -75,7 +83,22 @@ class TraceOnlySlot:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs, _ = self.slot.differentiable(args, kwargs)
-        region, sizes = self.slot.region, DynamicShapes.of(list(tensors_in(args, kwargs)))
+        if (found := _as_documents(self.slot, args, kwargs)) is not None:
+            flat, mask = found
+            if (entered := flat.enter(args, kwargs, mask, keep=False)) is not None:
+                try:
+                    return flat.leave(self._survey(*entered, flat=True), keep=False)
+                except NotTokenWise:
+                    pass  # the layer runs on the batch as it comes
+        return self._survey(args, kwargs, flat=False)
+
+    def _survey(self, args: tuple, kwargs: dict[str, Any], flat: bool) -> Any:
+        tensors = list(tensors_in(args, kwargs))
+        region, sizes = self.slot.region, DynamicShapes.of(tensors)
+        if (
+            flat
+        ):  # by the graph, whose number of tokens is a symbol, as in a training step, it is told that this is right
+            mark_flat(tensors, sizes[1])
         self.planner.tokens = self.planner.tokens or math.prod(sizes)
         backend, output = self.seen.get((id(region), sizes), (None, None))
         known = id(region) in self.planner.candidates  # if not: nothing in the layers before was trained
@@ -91,13 +114,52 @@ class TraceOnlySlot:
             partial(_blank_results, self.fakes),
         )
         alone = CompiledAs(object(), object())  # nothing that it compiles is another's
-        variant = Variant(region.name, backend, CompileEffort(region.name), alone)  # Dynamo holds it weakly
+        variant = Variant(region.name, backend, CompileEffort(region.name), alone, flat)  # Dynamo holds it weakly
         output = variant.call(self.slot.layer, *args, **kwargs)
         self.seen[id(region), sizes] = backend, output
         return output
 
     def note_eager(self) -> None:
         raise RuntimeError("Dynamo cannot trace it")
+
+
+def _as_documents(slot: LayerSlot, args: tuple, kwargs: dict[str, Any]) -> tuple[FlatBatch, Tensor] | None:
+    """The batch as a row of documents, as a training step has it, and the mask that goes; None where it has no such.
+
+    The mask is not read: rows are whole, and the layer's attributes tell its window.
+    """
+    mask, padding = mask_in(args, kwargs), slot.padding
+    if mask is None or padding is None or refused_now(padding.owner) or padding.watch.reason():
+        return None
+    window = windows_of(slot.layer)[0]
+    if window == BOTH_WAYS or not (window or mask.is_floating_point()):
+        return None
+    return FlatBatch.of_whole_rows(mask.shape[0], mask.shape[-1], window, mask.device), mask
+
+
+def _apart_by_window(slots: Sequence[LayerSlot]) -> None:
+    """Give layers whose windows differ regions of their own: attention takes them more or less time."""
+    made: dict[tuple, Region] = {}
+    first: dict[int, int] = {}
+    for slot in slots:
+        window = windows_of(slot.layer)[0]
+        whole = first.setdefault(id(slot.region), window) == window
+        if not whole:
+            key = (id(slot.region), window)
+            name = f"{slot.region.name}_window_{window or 'none'}"
+            slot.region = made.setdefault(key, replace(slot.region, name=name, backends={}, variants={}))
+
+
+def _blank_mask(model: nn.Module, ids: Tensor, fakes: FakeTensorMode) -> dict[str, Tensor]:
+    """A mask to call a model of written-out attention with, which would make one itself: [T, T] may be too large."""
+    config = getattr(model, "config", None)
+    takes = "attention_mask" in inspect.signature(model.forward).parameters
+    if not takes or getattr(config, "_attn_implementation", None) != "eager":
+        return {}
+    rows, length = ids.shape
+    with fakes:
+        dtype = getattr(model, "dtype", torch.float32)
+        return {"attention_mask": torch.empty((rows, 1, length, length), dtype=dtype, device=ids.device)}
 
 
 def _skeleton(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
@@ -140,6 +202,7 @@ def rehearse(
     fakes, name, spec = FakeTensorMode(allow_non_fake_inputs=True), type(stage.model).__name__, stage.memory
     stage.model, stage.memory = _skeleton(stage.model, fakes), None
     stage.attach()
+    _apart_by_window(stage.slots)
     stage.memory = UNBOUNDED  # what the user's checkpointing saves is planned, and no budget is made without a recovery
     cuda = device.type == "cuda"
     device = device if cuda else torch.device("cpu")
@@ -160,7 +223,7 @@ def rehearse(
             contextlib.nullcontext() if gpu is None else as_on_gpu(),
         ):
             stage.model(
-                ids
+                ids, **_blank_mask(stage.model, ids, fakes)
             )  # outside the fakes' mode: positions are real numbers, and tell the model that nothing needs a dense mask
     except Exception as error:  # of what comes behind the layers, perhaps
         failure = error

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.survey import survey
 from tunecompile.compiler.weight_layout import growth
+from tunecompile.ir.op import OPS
 from tunecompile.notes import Note, note
 from tunecompile.planner import candidates
 from tunecompile.planner.cost_model import Work, beside_layers, is_attention
@@ -293,10 +294,15 @@ class DryRunPlanner:
 
 def _attention(graph: Graph, gpu: GpuSpec) -> float | None:
     """Floating point operations a millisecond of the longest call of attention; None without any."""
-    sizes = [
-        [size_hint(n) for n in source.meta["val"].shape[-2:]]
-        for node in graph.nodes
-        if node.op == "call_function" and is_attention(node)
-        for source in node.all_input_nodes[:1]
-    ]
+    nodes = [node for node in graph.nodes if node.op == "call_function" and is_attention(node)]
+    sizes = [(_row(node), size_hint(node.all_input_nodes[0].meta["val"].shape[-1])) for node in nodes]
     return gpu.attention(*max(sizes)) if sizes else None
+
+
+def _row(node: Node) -> int:
+    """Tokens of a row: of [B, H, T, D], or of the longest document where documents are one row, [N, H, D]."""
+    like, op = node.all_input_nodes[0].meta["val"], OPS.get(node.target)
+    if like.dim() != 3 or op is None or "longest" not in op.parameters:
+        return size_hint(like.shape[-2])
+    longest = node.args[op.parameters.index("longest")]
+    return size_hint(longest.meta["val"] if isinstance(longest, Node) else longest)

@@ -128,7 +128,7 @@ def flops(node: Node) -> int:
     if (op := OPS.get(node.target)) is not None and op.flops is not None:
         return size_hint(op.flops(*args, **kwargs))
     if is_attention(node):
-        return _attention_flops(node, [value for value in args if isinstance(value, torch.Tensor)])
+        return _attention_flops(node, args, kwargs)
     run: Any = node.target if op is None else op.reference
     with fake_mode_of((args, kwargs)) or torch.no_grad(), FlopCounterMode(display=False) as counter:
         run(*args, **kwargs)
@@ -140,11 +140,21 @@ def is_attention(node: Node) -> bool:
     return "attention" in aten_name(node.target)
 
 
-def _attention_flops(node: Node, tensors: Sequence[torch.Tensor]) -> int:
-    """Operations of both products, or of the backward's five, as if nothing were masked.
+def _attention_flops(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Operations of both products, or of the backward's five, as if nothing were masked within documents and windows.
 
     torch's counter refuses fewer heads of k than of q.
     """
     backward = "backward" in aten_name(node.target)
-    q, k = tensors[backward : backward + 2]  # the backward's first is the gradient
-    return int((10 if backward else 4) * size_hint(q.numel()) * size_hint(k.shape[-2] if k.dim() == 4 else k.shape[0]))
+    q, k = [value for value in args if isinstance(value, torch.Tensor)][backward : backward + 2]  # behind the gradient
+    keys = size_hint(k.shape[-2] if k.dim() == 4 else k.shape[0])
+    if k.dim() == 3 and len(args) > _LONGEST[backward]:  # a row of documents
+        keys = min(keys, size_hint(args[_LONGEST[backward]]))
+    window = kwargs.get("window_size_left")
+    if isinstance(window, int) and window >= 0:
+        keys = min(keys, window + 1)
+    return int((10 if backward else 4) * size_hint(q.numel()) * keys)
+
+
+#: where flash attention of documents has the length of the longest, forward and backward
+_LONGEST = (6, 9)

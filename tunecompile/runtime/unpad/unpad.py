@@ -179,7 +179,7 @@ class Unpadding:
         Raises:
             NotTokenWise: layers before this one have left out what stands at padding, and it has no mask.
         """
-        mask = _mask_in(args, kwargs)
+        mask = mask_in(args, kwargs)
         if mask is None and (rows := _padding_in(args, kwargs)) is not None and knows_documents(layer):
             decision = self._known(rows) if in_backward() else self._decided(layer, rows)
             return None if decision.flat is None else (decision.flat, None)
@@ -324,7 +324,7 @@ def _hidden_of(output: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _mask_in(args: tuple, kwargs: dict) -> Tensor | None:
+def mask_in(args: tuple, kwargs: dict) -> Tensor | None:
     """The only argument that is a mask of all pairs of tokens."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not tensors or tensors[0].dim() != 3:
