@@ -19,7 +19,7 @@ DEVICE = "cuda"
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_gradients_are_no_further_from_fp32_than_eagers(family, way):
-    """Op by op, so that sixty models take no minutes of Inductor's; test_gpu_experts.py has whole layers of its code."""
+    """Op by op, so that eighty models take no minutes of Inductor's; test_gpu_experts.py has whole layers of its code."""
     pytest.importorskip("bitsandbytes")
     try:
         ours, dense = prepared(make(family).to(DEVICE, torch.bfloat16), family, way)

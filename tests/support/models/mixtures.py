@@ -13,7 +13,8 @@ from torch import nn
 from tests.support import zoo
 from tests.support.models.packed import PARTS, pair_of
 
-WAYS = ("lora", "full", "nf4")  #: what is trained: adapters over experts, all weights, adapters over experts in 4 bits
+#: what is trained: adapters over experts, all weights, adapters over experts in 4 bits, with linears in 4 bits, too
+WAYS = ("lora", "full", "nf4", "qlora")
 
 LINEAR_ATTENTION = {
     "linear_num_key_heads": 2,
@@ -144,8 +145,8 @@ def prepared(model: nn.Module, family: str, way: str) -> tuple[nn.Module, nn.Mod
     """(A copy of a model, prepared to be trained in a way, the model itself, likewise, with dense experts)."""
     over = [f"{MIXTURES[family][2]}.{part}" for part in PARTS]
     linears = sorted({name.rpartition(".")[2] for name, _ in model.named_modules()} & ATTENTION)
-    if way == "nf4":
-        return pair_of(model, over, linears)
+    if way in ("nf4", "qlora"):
+        return pair_of(model, over, linears, linears=way == "qlora")
     if way == "lora":
         model = zoo.adapt(model, target_modules=linears, target_parameters=over)
     return copy.deepcopy(model), model

@@ -36,7 +36,7 @@ def pair(
 
 
 def pair_of(
-    dense: nn.Module, over: list[str] | None, modules: list[str], before: bool = True
+    dense: nn.Module, over: list[str] | None, modules: list[str], before: bool = True, linears: bool = False
 ) -> tuple[nn.Module, nn.Module]:
     """(A copy with 4-bit experts and adapters, the model itself, adapted, with the same values).
 
@@ -45,10 +45,13 @@ def pair_of(
         over: ends of the names of experts' stacks that are adapted.
         modules: names of linears that are.
         before: whether experts are quantised before they are adapted.
+        linears: whether linears are in 4 bits, too; then `before`.
     """
     packed = copy.deepcopy(dense)
     if before:
         names = tunecompile.quantize_experts(packed)
+        if linears:
+            packed = _linears_in_4bit(packed, dense)
         packed = zoo.adapt(packed, target_modules=modules, target_parameters=names if over else None)
     else:
         packed = zoo.adapt(packed, target_modules=modules, target_parameters=over)
@@ -62,6 +65,20 @@ def pair_of(
             if "lora" in name:
                 value.copy_(theirs[name])
     return packed, dense
+
+
+def _linears_in_4bit(packed: nn.Module, dense: nn.Module) -> nn.Module:
+    """The first model with its linears in 4 bits; those of the other one take the values that they stand for."""
+    import bitsandbytes as bnb
+
+    packed = zoo.quantize(packed, next(packed.parameters()).dtype)
+    for name, module in packed.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            if module.weight.quant_state is None:  # on a CPU, linears are quantised when they are first called
+                module(torch.zeros(1, module.in_features))
+            weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            dense.get_submodule(name).weight.data.copy_(weight)
+    return packed
 
 
 def stack(model: nn.Module, name: str) -> Tensor:
