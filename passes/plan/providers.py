@@ -6,6 +6,7 @@ from torch.fx import Graph, Node
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.op import OPS, Op, Provider
 from tunecompile.notes import note
+from tunecompile.passes.plan.probe import choose
 from tunecompile.planner.candidates import backward_nodes
 
 __all__ = ["PASS"]
@@ -19,7 +20,7 @@ def run(graph: Graph, context: Context) -> None:
         if op is None or op.opaque:
             continue
         values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
-        provider = op.choose(values, context.precision)
+        provider = choose(op, values, context)
         label = f"{op.name}: {provider.name}"
         context.providers[label] += 1
         context.reasons.setdefault(label, {})[_reason(op, provider, values)] = None

@@ -23,6 +23,7 @@ from tunecompile.cli.toolchain import GIB, Line, cache, compiler, headers, kerne
 from tunecompile.compiler import plugins
 from tunecompile.errors import TunecompileError, summary
 from tunecompile.integrations.private_names import PRIVATE_NAMES as FOREIGN_NAMES
+from tunecompile.passes.plan import probe
 from tunecompile.planner.device_memory import shown
 from tunecompile.runtime.memory.host.pinned_pool import available
 
@@ -283,6 +284,17 @@ def environment() -> Line:
     return Line("environment", "warning", ", ".join(given), f"Unset those that are not intended ({'; '.join(odd)}).")
 
 
+def templates() -> Line:
+    """Try each template on the first GPU, on a few rows."""
+    if not torch.cuda.is_available():
+        return Line("templates", "ok", "not tried: no GPU")
+    tried = [(f"{op.name}: {fault}", fault) for op, fault in probe.examine(torch.device("cuda", 0))]
+    wrong = [said for said, fault in tried if fault]
+    if not wrong:
+        return Line("templates", "ok", f"{len(tried)} of {len(tried)} give what torch gives")
+    return Line("templates", "warning", "; ".join(wrong), "These ops are left to torch. Please report this line.")
+
+
 def packages() -> Line:
     """Check that passes of installed packages can be used."""
     name = "packages of passes"
@@ -309,6 +321,7 @@ def checks() -> tuple[tuple[str, Callable[[], Line]], ...]:
         ("C compiler", functools.partial(compiler, "CC", ("gcc", "clang"), ".c", on_gpu)),
         ("C++ compiler", functools.partial(compiler, "CXX", ("g++", "clang++"), ".cpp", not on_gpu)),
         ("Triton kernel", kernel),
+        ("templates", templates),
         ("Inductor's cache", functools.partial(cache, "Inductor's cache", cache_folder, "TORCHINDUCTOR_CACHE_DIR")),
         ("Triton's cache", functools.partial(cache, "Triton's cache", triton_cache, "TRITON_CACHE_DIR")),
         ("host memory", host_memory),

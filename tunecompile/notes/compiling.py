@@ -76,6 +76,11 @@ NOTES = {
         "{subject} by {provider} failed, the reference is used: {detail}",
         "The numbers are right. Report it with the error.",
     ),
+    "template-wrong": NoteKind(
+        "the template {provider} of {subject} failed its trial on this GPU and is not used: {detail}",
+        "The numbers are right, and the op is slower. Report it with the GPU and the versions that `tunecompile "
+        "doctor` shows; another version of Triton may compile it rightly.",
+    ),
     "kernel-function-replaced": NoteKind(
         "{subject} is not transformers' own, and is traced as it is",
         "Nothing, or leave transformers' function in its place: then an op is compiled for it.",

@@ -1,0 +1,111 @@
+"""Arguments of a few rows for ops that have templates: what `tunecompile.passes.plan.probe` tries a template with.
+
+Sizes are the least that every template takes, and no multiples of a tile, so that masked ends are tried, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tunecompile.ir.op import Op
+
+__all__ = ["ARGUMENTS", "arguments_of"]
+
+ROWS, WIDTH, EPS = 5, 1064, 1e-6
+
+
+class _Draw:
+    """Tensors with the same values each time, which leave the user's random state alone."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return (torch.randn(shape, generator=self.generator) * scale).to(self.device, dtype or self.dtype)
+
+    def codes(self, *shape: int, upto: int = 256) -> torch.Tensor:
+        made = torch.randint(0, upto, shape, generator=self.generator, dtype=torch.uint8)
+        return made.to(self.device)
+
+
+def _norm(draw: _Draw, before: int, behind: tuple) -> list:
+    """`before` tensors of rows, a weight, and the rest."""
+    return [*(draw.normal(ROWS, WIDTH) for _ in range(before)), draw.normal(WIDTH), *behind]
+
+
+def _nf4(draw: _Draw) -> list:
+    rows, columns, block = 6, 192, 64
+    scales = draw.normal(rows * columns // block, dtype=torch.float32).abs()
+    return [draw.codes(rows * columns // 2, 1), scales, None, None, None, rows, columns, block, "nf4", draw.dtype]
+
+
+def _mxfp4(draw: _Draw) -> list:
+    rows, columns = 6, 96
+    exponents = draw.codes(rows * columns // 32, upto=8) + 120
+    return [draw.codes(rows * columns // 2), exponents, rows, columns, draw.dtype]
+
+
+def _attention(draw: _Draw) -> list:
+    """Two documents, and two heads that share a key."""
+    q, k, v = (draw.normal(70, heads, 64) for heads in (2, 1, 1))
+    offsets = torch.tensor([0, 33, 70], dtype=torch.int32, device=draw.device)
+    return [q, k, v, offsets, 37, 0.125, 0, None, True, 30.0]
+
+
+def _delta_rule(draw: _Draw) -> list:
+    """A chunk and a half."""
+    q, k, v = (draw.normal(1, 96, 2, 64) for _ in range(3))
+    decay, beta = (draw.normal(1, 96, 2, dtype=torch.float32) for _ in range(2))
+    return [q, k, v, -decay.abs() * 0.1, beta.sigmoid().to(draw.dtype), None, None, 0.125, EPS]
+
+
+def _lora_mlp(draw: _Draw) -> list:
+    """Adapters of three ranks over dense weights of gate, up and down."""
+    shapes, ranks = ((96, 64), (96, 64), (64, 96)), (4, 8, 3)
+    weights = [draw.normal(n, k, scale=k**-0.5) for n, k in shapes]
+    a = [draw.normal(r, k, scale=k**-0.5) for r, (_, k) in zip(ranks, shapes)]
+    b = [draw.normal(n, r, scale=0.5) for r, (n, _) in zip(ranks, shapes)]
+    sizes = [n for n, _ in shapes]
+    return [draw.normal(ROWS, 64), weights, [], [], [], [], [], a, b, [0.5, 2.0, 1.5], sizes, 0, "", "silu"]
+
+
+#: op -> arguments of a small call. Those of its backward follow from them
+ARGUMENTS: dict[str, Callable[[_Draw], list]] = {
+    "rms_norm": lambda draw: _norm(draw, 1, (EPS, 0.0, True)),
+    "add_rms_norm": lambda draw: _norm(draw, 2, (EPS, 0.0, True)),
+    "layer_norm": lambda draw: _norm(draw, 1, (draw.normal(WIDTH), EPS)),
+    "add_layer_norm": lambda draw: _norm(draw, 2, (draw.normal(WIDTH), EPS)),
+    "gated_activation": lambda draw: [draw.normal(ROWS, WIDTH), draw.normal(ROWS, WIDTH), "silu"],
+    "clamped_gate": lambda draw: [draw.normal(ROWS, 2 * WIDTH), 1.702, 7.0],
+    "dequantize_4bit": _nf4,
+    "dequantize_mxfp4": _mxfp4,
+    "varlen_attention": _attention,
+    "gated_delta_rule": _delta_rule,
+    "lora_mlp": _lora_mlp,
+}
+
+
+def arguments_of(op: Op, owner: Op | None, device: torch.device, dtype: torch.dtype) -> list | None:
+    """Return the arguments of a small call of an op, or None where none are known.
+
+    Args:
+        op: the op.
+        owner: the op whose backward it is; None for a forward.
+        device: where they lie.
+        dtype: of all that is in the model's precision.
+    """
+    make = ARGUMENTS.get((owner or op).name)
+    if make is None:
+        return None
+    draw = _Draw(device, dtype)
+    given = make(draw)
+    if owner is None:
+        return given
+    made = owner.reference(*given)
+    outputs = list(made) if isinstance(made, (tuple, list)) else [made]
+    known = dict(zip(owner.parameters, given)) | {f"out{i}": value for i, value in enumerate(outputs)}
+    gradients = [draw.normal(*each.shape, dtype=each.dtype) for each in outputs[: owner.formula.differentiable]]
+    return [*gradients, *(known[name] for name in owner.formula.saves)]

@@ -1,0 +1,41 @@
+"""The trial of a template before a model runs it: right ones pass, and a planted fault is seen."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from tunecompile.ir.op import OPS  # noqa: E402
+from tunecompile.passes.plan import probe  # noqa: E402
+from tunecompile.passes.plan.probe_arguments import ARGUMENTS, arguments_of  # noqa: E402
+
+TEMPLATES = {
+    op.name: (op, provider)
+    for op in OPS.values()
+    for provider in op.providers
+    if provider.name in probe.BY_TEMPLATE and (probe.owner(op) or op).name in ARGUMENTS
+}
+HALF_ALONE = ("gated_delta_rule", "gated_delta_rule_backward")  #: bf16 products, which the interpreter has not
+
+
+def tried(name, device, change=None):
+    op, provider = TEMPLATES[name]
+    arguments = arguments_of(op, probe.owner(op), device, torch.float16)
+    reference, exact = (probe.outputs(op.reference(*given)) for given in (arguments, probe.wide(arguments)))
+    if change is not None:
+        run = provider.run
+        provider = dataclasses.replace(provider, run=lambda *args, used: change(run(*args, used=used)))
+    return probe.compare(provider, arguments, reference, exact, torch.finfo(torch.float16).eps)
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in HALF_ALONE])
+def test_templates_pass_their_trial(name, device):
+    assert tried(name, device) == ""
+
+
+def test_a_wrong_gradient_is_seen(device):
+    def lose(made):
+        return [made[0], made[1] * 1.1]
+
+    assert "output 1 is 1.0e-01 from fp64" in tried("rms_norm_backward", device, lose)
