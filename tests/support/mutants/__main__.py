@@ -16,7 +16,7 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from tests.support.mutants.mutate import FOLDERS, ROOT, Mutant, Planter, all_mutants
+from tests.support.mutants.mutate import FOLDERS, ROOT, Mutant, Planter, all_mutants, body_of
 
 TESTS = ("ir", "planner", "compiler", "passes", "runtime", "ops", "estimate", "verification")
 SECONDS = 20.0  #: of tests for one mutant, as long as they took without one
@@ -51,7 +51,7 @@ def make_map(target: Path, tests: list[str], processes: int, seconds: float) -> 
     print(f"{len(passed)} tests that pass of {len(found)}")
 
 
-class Tests:
+class Coverage:
     """Which tests a mutant is shown to."""
 
     def __init__(self, file: Path):
@@ -70,7 +70,13 @@ class Tests:
 
         Those of the file's own stem come first, then those of its folder, then short ones.
         """
-        found = self.by_line.get((mutant.file, mutant.line)) or self.by_file.get(mutant.file, [])
+        begin = body_of(mutant.file, mutant.line)
+        lines = range(
+            mutant.line, (begin or mutant.line) - 1, -1
+        )  # an expression of many lines runs with an earlier one
+        found = next((tests for line in lines if (tests := self.by_line.get((mutant.file, line)))), [])
+        if begin is None:
+            found = found or self.by_file.get(mutant.file, [])
         stem, folder = Path(mutant.file).stem, f"/{Path(mutant.file).parent.name}/"
         ordered = sorted(found, key=lambda test: (f"test_{stem}" not in test, folder not in test, self.seconds[test]))
         chosen, total = [], 0.0
@@ -112,7 +118,7 @@ def fate(mutant: Mutant | None, tests: list[str], seconds: float) -> str:
     return "endless"
 
 
-def worker(mutants: list[Mutant], tests: Tests, end: float, out: Path) -> None:
+def worker(mutants: list[Mutant], tests: Coverage, end: float, out: Path) -> None:
     """Judge mutants, one after another, until the time is over; a line of JSON for each."""
     import torch
 
@@ -129,6 +135,8 @@ def worker(mutants: list[Mutant], tests: Tests, end: float, out: Path) -> None:
             if time.time() > end:
                 return
             result = fate(mutant, chosen, seconds) if chosen else "no tests"
+            if result == "not run" and fate(None, chosen, seconds) == "survived":
+                result = "killed"  # its module cannot be imported any more
             shown = {"file": mutant.file, "line": mutant.line, "before": mutant.before, "after": mutant.after}
             told = {"fate": result, "ran": len(chosen), "of": count, "number": mutant.number, "tests": chosen[:3]}
             file.write(json.dumps({**shown, **told}) + "\n")
@@ -137,7 +145,7 @@ def worker(mutants: list[Mutant], tests: Tests, end: float, out: Path) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Judge a sample, and print who survives."""
-    tests, end = Tests(arguments.map), time.time() + arguments.seconds
+    tests, end = Coverage(arguments.map), time.time() + arguments.seconds
     found = all_mutants(tuple(arguments.folders or FOLDERS))
     sample = random.Random(arguments.seed).sample(found, min(arguments.sample or len(found), len(found)))
     with tempfile.TemporaryDirectory() as folder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -97,6 +98,20 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> types.CodeType:
         return compile(mutated(self.mutant), self.path, "exec", dont_inherit=True)
+
+
+@functools.cache
+def _bodies(file: str) -> tuple[tuple[int, int], ...]:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        node for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))) if isinstance(node, functions)
+    ]
+    return tuple((node.body[0].lineno, node.end_lineno or 0) for node in found)
+
+
+def body_of(file: str, line: int) -> int | None:
+    """The line at which the body of the function that a line is in begins; None for a line that runs at import."""
+    return max((begin for begin, end in _bodies(file) if begin <= line <= end), default=None)
 
 
 def _short(node: ast.AST) -> str:

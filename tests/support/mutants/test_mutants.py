@@ -2,9 +2,11 @@
 
 import ast
 import importlib.util
+import json
 
 import tunecompile.ir.nodes
-from tests.support.mutants.mutate import ROOT, Planter, mutants_of, mutated
+from tests.support.mutants.__main__ import Coverage
+from tests.support.mutants.mutate import ROOT, Mutant, Planter, body_of, mutants_of, mutated
 
 FILE = "tunecompile/ir/nodes.py"
 
@@ -29,3 +31,18 @@ def test_a_module_is_imported_with_its_mutant():
 
     plain, changed = codes(tunecompile.ir.nodes), codes(planted)
     assert sum(plain[name] != changed[name] for name in plain) == 1
+
+
+def test_a_line_of_a_function_is_shown_to_tests_that_run_it(tmp_path):
+    lines = (ROOT / FILE).read_text(encoding="utf-8").splitlines()
+    inside = next(at for at, line in enumerate(lines, 1) if line.startswith("    return "))
+    outside = next(at for at, line in enumerate(lines, 1) if line.startswith("def "))
+    begin = body_of(FILE, inside)
+    assert begin is not None and outside < begin <= inside and body_of(FILE, outside) is None
+    file = tmp_path / "map.json"
+    file.write_text(
+        json.dumps({"a": {"seconds": 1.0, "lines": {FILE: [begin]}}, "b": {"seconds": 1.0, "lines": {FILE: [1]}}})
+    )
+    tests = Coverage(file)
+    assert tests.of(Mutant(FILE, inside, 0, "", "")) == (["a"], 1)
+    assert tests.of(Mutant(FILE, outside, 0, "", "")) == (["a", "b"], 2)
