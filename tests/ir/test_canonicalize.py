@@ -266,6 +266,22 @@ def test_the_spelling_of_a_dropout(args, kwargs, spelt):
     assert TABLE[F.dropout](dropout) == expected
 
 
+@pytest.mark.parametrize(
+    "called, spelt",
+    [
+        (F.layer_norm, ((4,), None, None, 1e-5)),
+        (torch.layer_norm, ((4,), None, None, 1e-5)),
+        (F.rms_norm, ((4,), None, torch.finfo(torch.float32).eps)),
+    ],
+)
+def test_a_norm_that_is_called_without_an_epsilon(called, spelt):
+    norm = node(lambda graph, x: graph.call_function(called, (x, (4,))))
+    norm.args[0].meta["example_value"] = torch.ones(2, 4, dtype=torch.bfloat16)
+    kind, target, args, kwargs = TABLE[called](norm)
+    assert (kind, target.__name__, kwargs) == ("call_function", called.__name__, {})
+    assert args == (norm.args[0], *spelt)
+
+
 def node(build):
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
