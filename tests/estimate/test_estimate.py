@@ -348,10 +348,11 @@ def test_the_peak_is_the_measured_one(share):
         )
 
 
+@pytest.mark.slow
 def test_written_out_attention_keeps_no_scores_and_makes_no_mask():
     """As a training step, which runs it on documents: a mask of 65,536 tokens would be 8 GiB, scores more."""
     model = zoo.make("llama", num_hidden_layers=2, attn_implementation="eager", max_position_embeddings=1 << 16)
-    found = tunecompile.estimate(zoo.adapt(model.bfloat16()).train(), (1, 1 << 16), gpu="h100")
+    found = tunecompile.estimate(model.train(), (1, 1 << 16))
     assert found.activations < 2 << 30, found
 
 
