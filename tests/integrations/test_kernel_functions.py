@@ -86,6 +86,10 @@ def test_what_gives_something_else_is_no_op():
     short_cut = meanings.MEANINGS["mamba2_split_conv1d_scan_combined"]
     assert meanings.agrees(bamba.mamba2_split_conv1d_scan_combined.__wrapped__, short_cut)
     assert not meanings.agrees(lambda *args, **kwargs: torch.ones(()), short_cut)
+    kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    channels = meanings.MEANINGS["chunk_kimi_delta_attention"]
+    assert meanings.agrees(kimi.chunk_kimi_delta_attention.__wrapped__, channels)
+    assert not meanings.agrees(written, channels)
     convolution = meanings.MEANINGS["causal_conv1d_fn"]
     assert meanings.agrees(home.causal_conv1d_fn.__wrapped__, convolution)
     assert not meanings.agrees(lambda x, w, b, activation: home.causal_conv1d_fn.__wrapped__(x, w, b), convolution)

@@ -17,6 +17,14 @@ def delta_arguments(dtype) -> list:
     return made
 
 
+def channel_arguments(dtype) -> list:
+    """The same, with a decay for each channel of the keys, which has all heads."""
+    shapes = [(1, 3, 2, 2), (1, 3, 2, 2), (1, 3, 2, 3), (1, 3, 2, 2), (1, 3, 2), (1, 2, 2, 3)]
+    made = [random(*shape, dtype=dtype) for shape in shapes]
+    made[3] = (-made[3].detach().abs()).requires_grad_()
+    return made
+
+
 def convolved(x, weight, bias):
     made = F.conv1d(x.mT, weight.unsqueeze(1), bias, padding=weight.shape[1] - 1, groups=weight.shape[0])
     return F.silu(made[:, :, : x.shape[1]].mT)
@@ -30,6 +38,13 @@ RECURRENT_CASES = {
         lambda *args: recurrence(*args, None, 0.7, 1e-3),
         lambda op, *args: op(*args, None, 0.7, 1e-3),
         delta_arguments,
+    ),
+    "delta rule by channels": (
+        "channel_delta_rule",
+        "channel_delta_rule",
+        lambda *args: recurrence(*args, None, 0.7, 1e-3),
+        lambda op, *args: op(*args, None, 0.7, 1e-3),
+        channel_arguments,
     ),
     "state space": (
         "ssd_scan",

@@ -217,6 +217,8 @@ FAULTS = [
     Fault("delta rule", "one of the pairs' gradients", "+ by_system @ k + by_system.mT @ k", "+ by_system @ k"),
     Fault("delta rule", "lost share of the end's decay", "d_last = d_end.sum((-1, -2)) + ", "d_last = "),
     Fault("delta rule", "lost scale in the gradient", "unit_q.gradient(dq * scale)", "unit_q.gradient(dq)"),
+    Fault("delta rule by channels", "lost decay of what enters", "(chunks.entering * chunks.q) @", "chunks.q @"),
+    Fault("delta rule by channels", "lost scale in the gradient", "unit_q.gradient(dq * scale)", "unit_q.gradient(dq)"),
     Fault(
         "state space",
         "a delta",

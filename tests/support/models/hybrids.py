@@ -45,6 +45,24 @@ HYBRIDS = {
         "OlmoHybrid",
         {**LINEAR_ATTENTION, "linear_num_key_heads": 4, "pad_token_id": 0, "eos_token_id": 1},
     ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **TOKENS,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "dense", "sparse"],
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 24,  # as wide as queries: attention without padding takes no other
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3]}),
     "granite_hybrid": (

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def operands(rows, tokens, shared, heads, keys, values, initial=False, dtype=torch.float64):
-    """[q, k, v, g, beta, initial]: decays from nearly all to nearly nothing."""
+def operands(rows, tokens, shared, heads, keys, values, initial=False, dtype=torch.float64, channels=False):
+    """[q, k, v, g, beta, initial]: decays from nearly all to nearly nothing, of each channel of the keys or of all."""
 
     def normal(*shape):
         return torch.randn(*shape, dtype=dtype)
@@ -16,7 +16,7 @@ def operands(rows, tokens, shared, heads, keys, values, initial=False, dtype=tor
         normal(rows, tokens, shared, keys),
         normal(rows, tokens, shared, keys),
         normal(rows, tokens, heads, values),
-        -normal(rows, tokens, heads).exp(),
+        -normal(rows, tokens, heads, *[keys] * channels).exp(),
         normal(rows, tokens, heads).sigmoid(),
         normal(rows, heads, keys, values) if initial else None,
     ]
@@ -35,7 +35,7 @@ def recurrence(q, k, v, g, beta, initial, offsets, scale, eps, delta=True) -> tu
     for t in range(q.shape[1]):
         if t in begins:
             state = state * 0
-        state = state * g[:, t, :, None, None].exp()
+        state = state * (g[:, t, :, :, None] if g.dim() == 4 else g[:, t, :, None, None]).exp()
         given = (state * k[:, t, :, :, None]).sum(-2) if delta else 0
         state = state + k[:, t, :, :, None] * ((v[:, t] - given) * beta[:, t, :, None]).unsqueeze(-2)
         made.append(scale * (state * q[:, t, :, :, None]).sum(-2))

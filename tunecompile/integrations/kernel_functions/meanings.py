@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunecompile.ops import gated_delta_rule, short_convolution, ssd_scan
+from tunecompile.ops import channel_delta_rule, gated_delta_rule, short_convolution, ssd_scan
 
 __all__ = ["DOCUMENTS", "MEANINGS", "Documents", "Meaning", "agrees"]
 
@@ -41,8 +41,16 @@ class Meaning:
     example: Callable[[], tuple[Sequence[Any], dict[str, Any]]]  #: arguments of a call
 
 
-def delta_rule(itself: Callable) -> Callable:
-    """The gated delta rule, by chunks or by tokens."""
+def _one_decay(*args: Any) -> Any:
+    return gated_delta_rule(*args)
+
+
+def _decays_of_channels(*args: Any) -> Any:
+    return channel_delta_rule(*args)
+
+
+def delta_rule(itself: Callable, rule: Callable = _one_decay) -> Callable:
+    """The gated delta rule, by chunks or by tokens. rule: calls its op, which Dynamo takes from no closure itself."""
 
     def traced(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *args: Any, **kwargs: Any) -> Any:
         initial, offsets = kwargs.get("initial_state"), DOCUMENTS.offsets
@@ -50,10 +58,15 @@ def delta_rule(itself: Callable) -> Callable:
         if args or kwargs.get("scale") is not None or (offsets is not None and (initial is not None or len(query) > 1)):
             return itself(query, key, value, g, beta, *args, **kwargs)
         eps = EPS if kwargs.get("use_qk_l2norm_in_kernel", False) else 0.0
-        made, state = gated_delta_rule(query, key, value, g, beta, initial, offsets, query.shape[-1] ** -0.5, eps)
+        made, state = rule(query, key, value, g, beta, initial, offsets, query.shape[-1] ** -0.5, eps)
         return made, state if kwargs.get("output_final_state", False) else None
 
     return traced
+
+
+def channel_rule(itself: Callable) -> Callable:
+    """Kimi's: with a decay for each channel of the key."""
+    return delta_rule(itself, _decays_of_channels)
 
 
 def convolution(itself: Callable) -> Callable:
@@ -135,6 +148,11 @@ def _delta_example() -> tuple[Sequence[Any], dict[str, Any]]:
     return (_waves(1, 5, 2, 4) + 0.1, _waves(1, 5, 2, 4) - 0.3, _waves(1, 5, 2, 3)), named
 
 
+def _channel_example() -> tuple[Sequence[Any], dict[str, Any]]:
+    args, named = _delta_example()
+    return args, {**named, "g": -_waves(1, 5, 2, 4).abs()}
+
+
 def _convolution_example() -> tuple[Sequence[Any], dict[str, Any]]:
     return (_waves(2, 3, 6), _waves(3, 4), _waves(3)), dict(activation="silu")
 
@@ -151,6 +169,7 @@ def _no_example() -> tuple[Sequence[Any], dict[str, Any]]:
 
 MEANINGS = {  #: by the name of the function in plain PyTorch
     "torch_chunk_gated_delta_rule": Meaning(delta_rule, _delta_example),
+    "chunk_kimi_delta_attention": Meaning(channel_rule, _channel_example),
     "causal_conv1d_fn": Meaning(convolution, _convolution_example),
     "mamba2_chunk_scan": Meaning(state_space, _state_space_example),
     "mamba2_split_conv1d_scan_combined": Meaning(no_short_cut, _no_example),

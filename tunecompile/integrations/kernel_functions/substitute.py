@@ -70,7 +70,12 @@ _known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 _files: set[str] = set()  #: with a function that an op is traced in place of
 #: functions that go one token further, from a cache
-_STEPWISE = {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "mamba2_selective_state_update"}
+_STEPWISE = {
+    "causal_conv1d_update",
+    "mamba2_selective_state_update",
+    "recurrent_kimi_delta_attention",
+    "torch_recurrent_gated_delta_rule",
+}
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """Recurrent operations over tokens: delta rules, state spaces, and the short convolutions before them."""
 
+from tunecompile.ops.recurrent.channel_delta_rule import channel_delta_rule
 from tunecompile.ops.recurrent.gated_delta_rule import gated_delta_rule
 from tunecompile.ops.recurrent.short_convolution import short_convolution
 from tunecompile.ops.recurrent.ssd_scan import ssd_scan
 
-__all__ = ["gated_delta_rule", "short_convolution", "ssd_scan"]
+__all__ = ["channel_delta_rule", "gated_delta_rule", "short_convolution", "ssd_scan"]

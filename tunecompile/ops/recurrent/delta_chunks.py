@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tunecompile.ops.norms import compute_dtype
 
-__all__ = ["CHUNK", "Chunks", "Unit", "in_chunks", "out_of_chunks", "unit"]
+__all__ = ["CHUNK", "Chunks", "Unit", "in_chunks", "out_of_chunks", "seen", "unit"]
 
 CHUNK = 64  #: tokens; states are as many as chunks, and products inside a chunk grow by its size
 
@@ -67,6 +67,28 @@ def out_of_chunks(x: Tensor, tokens: int, heads: int) -> Tensor:
     return x.transpose(1, 2)
 
 
+def seen(documents: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is in one document with what, by chunk.
+
+    Args:
+        documents: the number of each token's document, [T]; None if each row is one.
+
+    Returns:
+        Whether token i sees token j, [M, C, C] or [C, C]; and whether a token sees the state that enters its chunk, the
+        chunk's end sees the token, and the chunk's end sees the state that enters: [M, C], [M, C], [M, 1], or [].
+    """
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).tril()
+    if documents is None:
+        all_of_them = torch.ones((), dtype=torch.bool, device=device)
+        return lower, all_of_them, all_of_them, all_of_them
+    behind = documents[-1:].repeat(-len(documents) % CHUNK)  # padding tokens do not change the last state
+    number = torch.cat([documents, behind]).unflatten(0, (-1, CHUNK))
+    lower = lower & (number[:, :, None] == number[:, None, :])
+    before = F.pad(number[:-1, -1], (1, 0), value=-1)
+    enters, leaves = number == before[:, None], number == number[:, -1:]
+    return lower, enters, leaves, enters[:, -1:]
+
+
 @dataclass(frozen=True)
 class Chunks:
     """The values of all chunks: [B, H, M, C, ...]."""
@@ -74,7 +96,7 @@ class Chunks:
     q: Tensor
     k: Tensor
     v: Tensor
-    beta: Tensor  #: [B, H, M, C, 1], as the decays below
+    beta: Tensor  #: [B, H, M, C, 1], as the decays below (of which there is one for each channel in `ChannelChunks`)
     pairs: Tensor  #: D, [B, H, M, C, C]
     entering: Tensor  #: decay from the chunk's beginning to each token
     leaving: Tensor  #: decay from each token to the chunk's end
@@ -92,15 +114,7 @@ class Chunks:
             documents: the number of each token's document, [T]; None if each row is one.
         """
         total = g.cumsum(-1)
-        lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-        enters = leaves = passes = torch.ones((), dtype=torch.bool, device=q.device)
-        if documents is not None:
-            behind = documents[-1:].repeat(-len(documents) % CHUNK)  # padding tokens do not change the last state
-            number = torch.cat([documents, behind]).unflatten(0, (-1, CHUNK))
-            lower = lower & (number[:, :, None] == number[:, None, :])
-            before = F.pad(number[:-1, -1], (1, 0), value=-1)
-            enters, leaves = number == before[:, None], number == number[:, -1:]
-            passes = enters[:, -1:]
+        lower, enters, leaves, passes = seen(documents, q.device)
         pairs = torch.where(lower, total.unsqueeze(-1) - total.unsqueeze(-2), -torch.inf).exp()
         last = total[..., -1:]
         entering, leaving, through = (

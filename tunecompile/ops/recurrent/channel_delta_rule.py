@@ -1,0 +1,185 @@
+"""The delta rule with a decay for each channel of the key (Kimi Team, 2025, arXiv:2510.26692)."""
+
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from tunecompile._torch.fake_tensors import is_fake
+from tunecompile.ir.op import Cost, op
+from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.recurrent.channel_chunks import BLOCK, ChannelChunks
+from tunecompile.ops.recurrent.delta_chunks import CHUNK, Unit, in_chunks, out_of_chunks, unit
+from tunecompile.ops.recurrent.documents import document_of
+
+__all__ = [
+    "channel_delta_chunks",
+    "channel_delta_chunks_backward",
+    "channel_delta_rule",
+    "channel_delta_rule_backward",
+]
+
+AT_ONCE = 1 << 26  #: elements of the largest intermediate value: heads are computed in groups
+
+
+def forward_flops(q, k, v, *_: Any) -> int:
+    """Count the products of a chunk: three between its tokens, and three with the state."""
+    keys, values = q.shape[-1], v.shape[-1]
+    return 2 * v.numel() // values * (CHUNK * (2 * keys + 2 * values) + 3 * keys * values)
+
+
+def backward_flops(grad, grad_final, q, k, v, *_: Any) -> int:
+    """Count the forward's products again, and two for each of them."""
+    return 3 * forward_flops(q, k, v)
+
+
+def _groups(q: Tensor) -> Iterator[slice]:
+    """Heads that are computed at once."""
+    rows, tokens, heads, keys = q.shape
+    size = max(AT_ONCE // max(rows * (tokens + CHUNK) * BLOCK * keys, 1), 1)
+    return (slice(begin, min(begin + size, heads)) for begin in range(0, heads, size))
+
+
+def _chunks(q, k, v, g, beta, offsets, scale, eps) -> tuple[ChannelChunks, Unit, Unit]:
+    """(All chunks, q and k of length 1)."""
+    heads = v.shape[2]
+    documents = None if offsets is None else document_of(offsets, q.shape[1])
+    unit_q, unit_k = (unit(in_chunks(x, heads), eps) for x in (q, k))
+    v, g, beta = (in_chunks(x, heads) for x in (v, g, beta))
+    return ChannelChunks.of(unit_q.value * scale, unit_k.value, v, g, beta, documents), unit_q, unit_k
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
+def channel_delta_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Optional[Tensor],
+    offsets: Optional[Tensor],
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute `channel_delta_rule`: all chunks of some heads at once, and a loop over their states.
+
+    Args:
+        q, k, v, g, beta, initial, offsets, scale, eps: those of `channel_delta_rule`.
+
+    Returns:
+        (o, final), as `channel_delta_rule`.
+    """
+    final = q.new_empty((q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=compute_dtype(q.dtype))
+    made = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
+    if is_fake(q):
+        return made, final
+    for heads in _groups(q):
+        chunks, _, _ = _chunks(*(x[:, :, heads] for x in (q, k, v, g, beta)), offsets, scale, eps)
+        states, written, last = chunks.walk(None if initial is None else initial[:, heads])
+        value = (chunks.entering * chunks.q) @ states + chunks.scores() @ written
+        made[:, :, heads], final[:, heads] = out_of_chunks(value, *v[:, :, heads].shape[1:3]), last
+    return made, final
+
+
+@op(cost=Cost.MATMUL, flops=backward_flops, opaque=True)
+def channel_delta_chunks_backward(
+    grad: Tensor,
+    grad_final: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Optional[Tensor],
+    offsets: Optional[Tensor],
+    scale: float,
+    eps: float,
+) -> list[Tensor]:
+    """Compute `channel_delta_rule_backward` in chunks; states are recomputed.
+
+    Args:
+        grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps: those of `channel_delta_rule_backward`.
+
+    Returns:
+        As `channel_delta_rule_backward`.
+    """
+    like = (q, k, v, g, beta)
+    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
+    d_initial = torch.empty_like(grad_final if initial is None else initial, memory_format=torch.contiguous_format)
+    if is_fake(q):
+        return [*made, d_initial]
+    for heads in _groups(q):
+        chunks, unit_q, unit_k = _chunks(*(x[:, :, heads] for x in like), offsets, scale, eps)
+        incoming = in_chunks(grad[:, :, heads], chunks.q.shape[1])
+        states, written, _ = chunks.walk(None if initial is None else initial[:, heads])
+        grad_states, grad_written, first = chunks.walk_back(incoming, grad_final[:, heads].to(incoming.dtype))
+        dq, dk, dv, dg, dbeta = chunks.gradients(incoming, states, written, grad_states, grad_written)
+        for x, dx in zip(made, (unit_q.gradient(dq * scale), unit_k.gradient(dk), dv, dg, dbeta)):
+            x[:, :, heads] = out_of_chunks(dx, q.shape[1], dx.shape[1])
+        d_initial[:, heads] = first
+    return [*made, d_initial]
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops)
+def channel_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Optional[Tensor],
+    offsets: Optional[Tensor],
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return o_t = scale q_t S_t of S_t = D_t S_{t-1} + k_t^T beta_t (v_t - k_t D_t S_{t-1}), D_t = diag(e^g_t).
+
+    Args:
+        q: [B, T, H, K], any floating dtype. Arithmetic is in fp32, in fp64 for fp64.
+        k: as q in shape.
+        v: [B, T, H, V].
+        g: [B, T, H, K], at most 0: the logarithms of the decays of the state's rows.
+        beta: [B, T, H].
+        initial: the state before the first token, [B, H, K, V]; None for 0.
+        offsets: int [S + 1], where documents begin and the last one ends, for B = 1 and without `initial`: each begins
+            with a state of 0. None if each row is a document.
+        scale: multiplies q.
+        eps: where it is not 0, q and k are divided by sqrt(sum(q^2) + eps) first.
+
+    Returns:
+        (o, final): [B, T, H, V] in q's dtype, and the state after the last token, [B, H, K, V] in that of the
+        arithmetic.
+    """
+    return channel_delta_chunks(q, k, v, g, beta, initial, offsets, scale, eps)
+
+
+@channel_delta_rule.backward(
+    saves=("q", "k", "v", "g", "beta", "initial", "offsets", "scale", "eps"),
+    gives=("q", "k", "v", "g", "beta", "initial"),
+    outputs=2,
+    flops=backward_flops,
+)
+def channel_delta_rule_backward(
+    grad: Tensor,
+    grad_final: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Optional[Tensor],
+    offsets: Optional[Tensor],
+    scale: float,
+    eps: float,
+) -> list[Tensor]:
+    """Return the gradients of `channel_delta_rule`. States are recomputed: they are larger than all inputs.
+
+    Args:
+        grad: of o, in its shape and dtype.
+        grad_final: of the final state. The others are inputs of `channel_delta_rule`.
+
+    Returns:
+        [dq, dk, dv, dg, dbeta, dinitial], with shape and dtype of the inputs.
+    """
+    return channel_delta_chunks_backward(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps)
