@@ -47,6 +47,15 @@ def _half(node: Node) -> tuple[Node, int] | None:
     return (y.args[0], index) if len(y.args[0].users) == 1 else None
 
 
+def _is_adapted(node: Node) -> bool:
+    """Whether it is of the output of an adapted linear, whole or in part."""
+    while isinstance(node, Node) and (
+        node.target is getitem or node.target in _PARTS or _through_casts(node) is not node
+    ):
+        node = node.args[0]
+    return isinstance(node, Node) and node.target in _LINEARS
+
+
 def _members(linear: Node) -> dict[str, Any]:
     """An adapted linear's arguments by the names of `lora_mlp`; under "same" those that must agree."""
     if linear.target is lora_linear.overload:
@@ -105,6 +114,8 @@ def _match(down: Node) -> tuple | str | None:
         return None
     gate, up = (_half(_through_casts(side)) for side in act.args[:2])
     if gate is None or up is None or gate[0] is not up[0]:
+        if not any(map(_is_adapted, act.args[:2])):
+            return None  # down alone has an adapter
         return "gate and up are no group of adapted linears, or are read elsewhere too"
     if (gate[1], up[1]) != (0, 1):
         return "up stands before gate"

@@ -73,6 +73,14 @@ def test_biases_and_dropout_stay_apart(joined):
     assert any("bias" in reason for reason in seen.refused)
 
 
+def test_an_adapter_on_down_alone_is_no_near_miss(joined):
+    def fn(x, gate, up, *o):
+        return lora(F.silu(F.linear(x, gate)) * F.linear(x, up), *o)
+
+    seen = check(fn, random(2, 3, 8), random(12, 8), random(12, 8), *operands(8, 12), passes=PASSES)
+    assert "lora_mlp" not in seen.ops and not seen.refused
+
+
 def test_adapters_in_another_dtype_stay_apart(joined):
     def fn(x, *o):
         def wide(x, w, a, b):
