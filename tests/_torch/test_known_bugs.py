@@ -102,10 +102,12 @@ def test_triton_analysis_repeated(monkeypatch):
     monkeypatch.setattr(wrap, "generate_ttir", lambda *args: generated.append(args) or generate(*args))
     with FakeTensorMode():
         x = torch.empty(64)
+    before = dict(vars(triton.runtime.driver))
     with as_on_gpu():
         answers = [str(analyse(kernel, {"x": x, "n": 64, "BLOCK": 64}, {})) for _ in range(2)]
     assert answers[0] == answers[1]
     assert len(generated) == 1
+    assert vars(triton.runtime.driver).get("_active") is before.get("_active")
 
 
 @pytest.mark.skipif(

@@ -162,6 +162,20 @@ def test_refusals_name_the_reason_and_the_line():
     assert torch.equal(got, torch.sin(x))
 
 
+@pytest.mark.parametrize("fn", [lambda x: torch.sin(x + torch.tanh(x)), lambda x: torch.sin(torch.tanh(x) + x)])
+def test_a_match_is_not_refused_where_it_is_rewritten_with_operands_in_the_other_order(fn):
+    def where(match):
+        return None if match.bound["y"].target is torch.tanh else "no tanh"
+
+    rule = rewrite("ordered", to=lambda x, y: torch.sin(y) * torch.cos(x) + torch.cos(y) * torch.sin(x), where=where)(
+        lambda x, y: torch.sin(x + y)
+    )
+    x = torch.rand(3)
+    got, outcome = run(rule, fn, x)
+    assert outcome["done"] == 1 and outcome["refused"] == []
+    torch.testing.assert_close(got, torch.sin(x + torch.tanh(x)))
+
+
 def test_overlapping_matches_are_taken_once():
     rule = rewrite("pair", to=lambda x: torch.neg(torch.neg(torch.neg(torch.neg(x)))))(
         lambda x: torch.neg(torch.neg(x))

@@ -185,6 +185,15 @@ def test_copies_go_fewer_layers_ahead_where_there_is_no_room_for_two():
     assert choose([stack], 110).fits and not choose([stack], 100).fits
 
 
+def test_copies_that_cost_nothing_go_fewer_layers_ahead_too():
+    free = LayerRun(3, (PlanOption(KEEP, 0, 0, 0, 0.0, offloaded=100),))
+    assert [(made.fits, made.ahead) for made in (choose([free], room) for room in (310, 210, 110))] == [
+        (True, 2),
+        (True, 1),
+        (True, 0),
+    ]
+
+
 def test_copies_go_one_layer_ahead_where_that_is_faster():
     options = (
         PlanOption(KEEP, 100, 0, 0, 0.0),

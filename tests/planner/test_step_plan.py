@@ -7,7 +7,7 @@ import pytest
 from tunecompile.planner.candidates import CandidateCost
 from tunecompile.planner.cost_model import Work
 from tunecompile.planner.hardware import Rates
-from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan
+from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, Plan
 from tunecompile.planner.step_plan import RegionCandidates, RegionRun, StepRequest, solve
 
 HALF = Plan(frozenset({0}))
@@ -53,3 +53,36 @@ def test_tokens_scale_it_and_the_device_may_have_less():
     assert request(8, tokens=16).checkpointed_peak() == 2 * request(8).checkpointed_peak()
     assert solve(request(8, available=1050)).room == 50
     assert solve(request(8, ceiling=60)).room == 60
+
+
+def beside(room: int, **changes) -> StepRequest:
+    """Two layers whose frozen weights take 30 bytes each, in this many bytes."""
+    candidates = {1: RegionCandidates(ROWS, 8, whole=True, passed=10, weights=30)}
+    changes = {"keeps_weights": True, "candidates": candidates, **changes}
+    return request(2, checkpointed=False, available=1000 + room, **changes)
+
+
+def test_frozen_weights_stay_dequantised_where_all_is_kept_and_room_is_left():
+    peak = solve(beside(10**6)).choice.peak
+    for recorded in (1.0, 1.5):
+        room = int(recorded * peak) + 60
+        made = solve(beside(room, recorded=recorded))
+        assert made.weights == 60 and {o.plan for run in made.choice.options for o in run} == {KEEP_WEIGHTS}
+        for less in (
+            beside(room - 1, recorded=recorded),
+            beside(room, recorded=recorded, all_seen=False),
+            beside(room, recorded=recorded, keeps_weights=False),
+        ):
+            made = solve(less)
+            assert made.weights == 0 and {o.plan for run in made.choice.options for o in run} == {KEEP}
+
+
+def test_which_plans_outlive_a_change_of_the_memory_that_is_there():
+    peak = solve(beside(10**6)).choice.peak
+    kept = solve(beside(peak + 70))
+    assert kept.outlives(-10, False) and not kept.outlives(-11, False) and kept.outlives(5, False)
+    tight = solve(beside(peak - 1))
+    assert tight.choice.fits and tight.choice.ms > 0
+    assert tight.outlives(5, True) and not tight.outlives(0, False) and not tight.outlives(-peak, True)
+    hopeless = solve(beside(1))
+    assert not hopeless.choice.fits and not hopeless.outlives(5, True)
