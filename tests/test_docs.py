@@ -173,24 +173,30 @@ def test_the_callback_of_the_guide_runs(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+@pytest.mark.parametrize("kind", ["DPO", "GRPO", "KTO", "RLOO", "Reward", "Distillation"])
 def test_trls_trainers_run(kind, op_by_op, monkeypatch, tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     from tests.support.matrix import trl as rows
 
+    if not hasattr(trl, f"{kind}Trainer"):
+        pytest.skip("this TRL has no such trainer")
     config = functools.partial(getattr(trl, f"{kind}Config"), use_cpu=not torch.cuda.is_available(), bf16=False)
     monkeypatch.setattr(trl, f"{kind}Config", functools.partial(config, per_device_train_batch_size=4))
-    (block,) = [block for block in blocks("guides/trl.md") if f"{kind}Trainer(" in block]
+    (block,) = [block for block in blocks("guides/trl.md") if re.search(rf"^{kind}Trainer\(", block, re.M)]
+    kinds = {"task_type": "SEQ_CLS"} if kind == "Reward" else {}
     names = {
-        "model": zoo.adapt(zoo.make("llama")),
+        "model": zoo.adapt(rows.classifier() if kind == "Reward" else zoo.make("llama"), **kinds),
+        "teacher": zoo.make("llama", num_hidden_layers=2),
         "folder": str(tmp_path),
         "tokenizer": rows.words(),
         "reward": rows.reward,
-        **{name: datasets.Dataset.from_list(getattr(rows, name)()) for name in ("pairs", "prompts")},
+        **{name: datasets.Dataset.from_list(getattr(rows, name)()) for name in ("pairs", "prompts", "judged")},
     }
     exec(block, names)
     report = tunecompile.report(names["model"])
-    assert head_tally(names["model"]).rewritten == 1 and not find(report, *EAGER, "fused-head-left"), report
+    assert report.compiles and not find(report, *EAGER, "fused-head-left"), report
+    reads_logits = kind in ("Reward", "Distillation")  # a score, and a teacher's whole distribution
+    assert reads_logits or head_tally(names["model"]).rewritten == 1, report
     assert has(report, "checkpointing-is-budget")
 
 
