@@ -12,13 +12,15 @@ seen: list = []  #: what providers were called with
 
 
 @op(cost=Cost.MATMUL)
-def eager_call_sum(x: Tensor, more: Sequence[Tensor], scales: Sequence[float], by: Tensor) -> tuple[Tensor, Tensor]:
+def eager_call_test_sum(
+    x: Tensor, more: Sequence[Tensor], scales: Sequence[float], by: Tensor
+) -> tuple[Tensor, Tensor]:
     """by (x + scaled others), and by."""
     return by * (x + sum(each * scale for each, scale in zip(more, scales))), by.clone()
 
 
-@eager_call_sum.backward(saves=("more", "scales", "by", "x"), gives=("x", "more", "by"))
-def eager_call_sum_backward(
+@eager_call_test_sum.backward(saves=("more", "scales", "by", "x"), gives=("x", "more", "by"))
+def eager_call_test_sum_backward(
     grad: Tensor, more: Sequence[Tensor], scales: Sequence[float], by: Tensor, x: Tensor
 ) -> list[Tensor]:
     """Its gradients."""
@@ -26,16 +28,16 @@ def eager_call_sum_backward(
     return [grad * by, *(grad * by * scale for scale in scales), grad * total]
 
 
-@eager_call_sum.provider("twin", supports=lambda x: x.dtype == torch.float64)
+@eager_call_test_sum.provider("twin", supports=lambda x: x.dtype == torch.float64)
 def _(x, more, scales, by):
     seen.append("forward")
-    return eager_call_sum.reference(x, more, scales, by)
+    return eager_call_test_sum.reference(x, more, scales, by)
 
 
-@eager_call_sum_backward.provider("twin", supports=lambda x: x.dtype == torch.float64)
+@eager_call_test_sum_backward.provider("twin", supports=lambda x: x.dtype == torch.float64)
 def _(grad, more, scales, by, x, *, used):
     seen.append(used)
-    made = eager_call_sum_backward.reference(grad, more, scales, by, x)
+    made = eager_call_test_sum_backward.reference(grad, more, scales, by, x)
     return [each if read else None for each, read in zip(made, used)]
 
 
@@ -49,14 +51,14 @@ def gradients(call, dtype):
 
 
 def test_gradients_are_the_ops_own():
-    found = gradients(lambda *args: by_provider(eager_call_sum, *args), torch.float64)
+    found = gradients(lambda *args: by_provider(eager_call_test_sum, *args), torch.float64)
     assert seen == ["forward", (True, False, True, True)]
-    assert all(map(torch.equal, found, gradients(eager_call_sum, torch.float64))) and not seen
+    assert all(map(torch.equal, found, gradients(eager_call_test_sum, torch.float64))) and not seen
 
 
 def test_where_no_provider_supports_it_or_a_graph_is_traced():
-    gradients(lambda *args: by_provider(eager_call_sum, *args), torch.float32)
+    gradients(lambda *args: by_provider(eager_call_test_sum, *args), torch.float32)
     assert not seen
-    compiled = torch.compile(lambda x, y: by_provider(eager_call_sum, x, [y], [1.0], y)[0], backend="eager")
+    compiled = torch.compile(lambda x, y: by_provider(eager_call_test_sum, x, [y], [1.0], y)[0], backend="eager")
     x = torch.ones(2, dtype=torch.float64)
     assert compiled(x, x).tolist() == [2.0, 2.0] and not seen

@@ -38,7 +38,7 @@ def adapters(rank, ranks):
 def the_op_of_the_first_nan(rank, ranks):
     """Each rank looks for itself: one has a batch that breaks, the other its gradients alone. Nothing is sent for it."""
     for sends in (False, True):
-        made = zoo.Stack(lambda: Divides(sends), 2).train()
+        made = zoo.Stack(lambda: _Divides(sends), 2).train()
         watcher = tunecompile.watch(made)
         wrapped = DistributedDataParallel(made)
         rule = torch.optim.SGD(made.parameters(), lr=0.1)
@@ -53,7 +53,7 @@ def the_op_of_the_first_nan(rank, ranks):
         assert ("made-not-finite" in codes) == (broken and not sends), codes
 
 
-class Divides(torch.nn.Module):
+class _Divides(torch.nn.Module):
     """Of its input by itself; perhaps with a sum over ranks before."""
 
     def __init__(self, sends):
