@@ -5,8 +5,15 @@ import sys
 import pytest
 import torch
 
-from tests.support.ops.checks import assert_fake_is_real, error
-from tests.support.ops.recurrent import gradients, operands, recurrence
+from tests.support.ops.recurrent import (
+    assert_documents_apart,
+    assert_fakes_are_real,
+    assert_finite_when_all_is_forgotten,
+    assert_one_rounding,
+    gradients,
+    operands,
+    recurrence,
+)
 from tunecompile.ops import channel_delta_rule, gated_delta_rule
 
 CASES = {  # rows, tokens, heads, keys, values, an initial state, offsets, eps
@@ -44,41 +51,20 @@ def test_alike_decays_are_one_decay():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors_are_those_of_one_rounding(dtype):
-    args = arguments("a state to begin with", dtype)
-    wide = [x.detach().double().requires_grad_() if isinstance(x, torch.Tensor) else x for x in args]
-    exact, made = recurrence(*wide), channel_delta_rule(*args)
-    assert made[0].dtype == dtype and made[1].dtype == torch.float32
-    found = [error(x, y) for x, y in zip((*made, *gradients(made, args)), (*exact, *gradients(exact, wide)))]
-    assert max(found) < 20 * torch.finfo(dtype).eps, found
+    assert_one_rounding(channel_delta_rule, arguments("a state to begin with", dtype))
 
 
 def test_a_document_knows_nothing_of_others():
-    args = arguments("documents")
-    changed = list(args)
-    for place in range(5):  # all of the third document
-        changed[place] = args[place].detach().clone()
-        changed[place][:, 64:100] = torch.randn_like(changed[place][:, 64:100]) if place < 3 else -0.5
-    before, after = channel_delta_rule(*args)[0], channel_delta_rule(*changed)[0]
-    same = torch.ones(150, dtype=torch.bool)
-    same[64:100] = False
-    torch.testing.assert_close(before[:, same], after[:, same], rtol=1e-13, atol=1e-13)  # decays' sums may round apart
-    assert (before - after)[:, ~same].norm() > 1
+    assert_documents_apart(channel_delta_rule, arguments("documents"), slice(64, 100))  # the third one
 
 
 def test_forgetting_everything_overflows_nowhere():
-    args = arguments("a state to begin with", torch.float32)
-    with torch.no_grad():
-        args[3].mul_(1e4)
-    made = channel_delta_rule(*args)
-    assert all(x.isfinite().all() for x in (*made, *gradients(made, args)))
+    assert_finite_when_all_is_forgotten(channel_delta_rule, arguments("a state to begin with", torch.float32))
 
 
 @pytest.mark.parametrize("case", ["a state to begin with", "documents"])
 def test_fakes(case):
-    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(case, torch.bfloat16)]
-    assert_fake_is_real(channel_delta_rule, *args)
-    grad, final = (torch.randn_like(x) for x in channel_delta_rule(*args))
-    assert_fake_is_real(channel_delta_rule.backward_op, grad, final, *args)
+    assert_fakes_are_real(channel_delta_rule, arguments(case, torch.bfloat16))
 
 
 def test_opcheck():

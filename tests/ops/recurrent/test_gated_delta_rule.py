@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from tests.support.ops.checks import assert_fake_is_real, error
-from tests.support.ops.recurrent import gradients, operands, recurrence
+from tests.support.ops.checks import assert_fake_is_real
+from tests.support.ops.recurrent import (
+    assert_documents_apart,
+    assert_fakes_are_real,
+    assert_finite_when_all_is_forgotten,
+    assert_one_rounding,
+    gradients,
+    operands,
+    recurrence,
+)
 from tunecompile.ops import gated_delta_rule, ssd_scan
 
 CASES = {  # rows, tokens, heads of q and k, heads, keys, values, an initial state, offsets, eps
@@ -44,41 +52,20 @@ def test_without_the_delta_it_is_a_state_space(case):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errors_are_those_of_one_rounding(dtype):
-    args = arguments("shared heads, a state to begin with", dtype)
-    wide = [x.detach().double().requires_grad_() if isinstance(x, torch.Tensor) else x for x in args]
-    exact, made = recurrence(*wide), gated_delta_rule(*args)
-    assert made[0].dtype == dtype and made[1].dtype == torch.float32
-    found = [error(x, y) for x, y in zip((*made, *gradients(made, args)), (*exact, *gradients(exact, wide)))]
-    assert max(found) < 20 * torch.finfo(dtype).eps, found
+    assert_one_rounding(gated_delta_rule, arguments("shared heads, a state to begin with", dtype))
 
 
 def test_a_document_knows_nothing_of_others():
-    args = arguments("documents")
-    changed = list(args)
-    for place in range(5):  # all of the third document
-        changed[place] = args[place].detach().clone()
-        changed[place][:, 64:100] = torch.randn_like(changed[place][:, 64:100]) if place < 3 else -0.5
-    before, after = gated_delta_rule(*args)[0], gated_delta_rule(*changed)[0]
-    same = torch.ones(150, dtype=torch.bool)
-    same[64:100] = False
-    torch.testing.assert_close(before[:, same], after[:, same], rtol=1e-13, atol=1e-13)  # decays' sums may round apart
-    assert (before - after)[:, ~same].norm() > 1
+    assert_documents_apart(gated_delta_rule, arguments("documents"), slice(64, 100))  # the third one
 
 
 def test_forgetting_everything_overflows_nowhere():
-    args = arguments("whole chunks", torch.float32)
-    with torch.no_grad():
-        args[3].mul_(1e4)
-    made = gated_delta_rule(*args)
-    assert all(x.isfinite().all() for x in (*made, *gradients(made, args)))
+    assert_finite_when_all_is_forgotten(gated_delta_rule, arguments("whole chunks", torch.float32))
 
 
 @pytest.mark.parametrize("case", ["shared heads, a state to begin with", "documents"])
 def test_fakes(case):
-    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(case, torch.bfloat16)]
-    assert_fake_is_real(gated_delta_rule, *args)
-    grad, final = (torch.randn_like(x) for x in gated_delta_rule(*args))
-    assert_fake_is_real(gated_delta_rule.backward_op, grad, final, *args)
+    assert_fakes_are_real(gated_delta_rule, arguments(case, torch.bfloat16))
 
 
 def test_opcheck():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tests.support.ops.checks import assert_fake_is_real, error
+
 
 def operands(rows, tokens, shared, heads, keys, values, initial=False, dtype=torch.float64, channels=False):
     """[q, k, v, g, beta, initial]: decays from nearly all to nearly nothing, of each channel of the keys or of all."""
@@ -48,3 +50,40 @@ def gradients(made, leaves, seed=1) -> list[Tensor]:
     weights = [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in made]
     leaves = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     return list(torch.autograd.grad(sum((x * w).sum() for x, w in zip(made, weights)), leaves))
+
+
+def assert_one_rounding(rule, args):
+    """Values and gradients in a narrow dtype differ from the definition in fp64 by some roundings."""
+    dtype = args[0].dtype
+    wide = [x.detach().double().requires_grad_() if isinstance(x, Tensor) else x for x in args]
+    exact, made = recurrence(*wide), rule(*args)
+    assert made[0].dtype == dtype and made[1].dtype == torch.float32
+    found = [error(x, y) for x, y in zip((*made, *gradients(made, args)), (*exact, *gradients(exact, wide)))]
+    assert max(found) < 20 * torch.finfo(dtype).eps, found
+
+
+def assert_documents_apart(rule, args, document):
+    """What stands in one document, a slice of the tokens, changes its own results alone."""
+    changed = list(args)
+    for place in range(5):  # all of the document
+        changed[place] = args[place].detach().clone()
+        changed[place][:, document] = torch.randn_like(changed[place][:, document]) if place < 3 else -0.5
+    before, after = rule(*args)[0], rule(*changed)[0]
+    same = torch.ones(args[0].shape[1], dtype=torch.bool)
+    same[document] = False
+    torch.testing.assert_close(before[:, same], after[:, same], rtol=1e-13, atol=1e-13)  # decays' sums may round apart
+    assert (before - after)[:, ~same].norm() > 1
+
+
+def assert_finite_when_all_is_forgotten(rule, args):
+    with torch.no_grad():
+        args[3].mul_(1e4)
+    made = rule(*args)
+    assert all(x.isfinite().all() for x in (*made, *gradients(made, args)))
+
+
+def assert_fakes_are_real(rule, args):
+    args = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    assert_fake_is_real(rule, *args)
+    grad, final = (torch.randn_like(x) for x in rule(*args))
+    assert_fake_is_real(rule.backward_op, grad, final, *args)

@@ -1,7 +1,7 @@
 """The delta rule with a decay for each channel of the key (Kimi Team, 2025, arXiv:2510.26692)."""
 
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -10,8 +10,14 @@ from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, op
 from tunecompile.ops.norms import compute_dtype
 from tunecompile.ops.recurrent.channel_chunks import BLOCK, ChannelChunks
-from tunecompile.ops.recurrent.delta_chunks import CHUNK, Unit, in_chunks, out_of_chunks, unit
-from tunecompile.ops.recurrent.documents import document_of
+from tunecompile.ops.recurrent.delta_chunks import (
+    CHUNK,
+    backward_flops,
+    chunks_of,
+    forward_flops,
+    in_chunks,
+    out_of_chunks,
+)
 
 __all__ = [
     "channel_delta_chunks",
@@ -23,31 +29,11 @@ __all__ = [
 AT_ONCE = 1 << 26  #: elements of the largest intermediate value: heads are computed in groups
 
 
-def forward_flops(q, k, v, *_: Any) -> int:
-    """Count the products of a chunk: three between its tokens, and three with the state."""
-    keys, values = q.shape[-1], v.shape[-1]
-    return 2 * v.numel() // values * (CHUNK * (2 * keys + 2 * values) + 3 * keys * values)
-
-
-def backward_flops(grad, grad_final, q, k, v, *_: Any) -> int:
-    """Count the forward's products again, and two for each of them."""
-    return 3 * forward_flops(q, k, v)
-
-
 def _groups(q: Tensor) -> Iterator[slice]:
     """Heads that are computed at once."""
     rows, tokens, heads, keys = q.shape
     size = max(AT_ONCE // max(rows * (tokens + CHUNK) * BLOCK * keys, 1), 1)
     return (slice(begin, min(begin + size, heads)) for begin in range(0, heads, size))
-
-
-def _chunks(q, k, v, g, beta, offsets, scale, eps) -> tuple[ChannelChunks, Unit, Unit]:
-    """(All chunks, q and k of length 1)."""
-    heads = v.shape[2]
-    documents = None if offsets is None else document_of(offsets, q.shape[1])
-    unit_q, unit_k = (unit(in_chunks(x, heads), eps) for x in (q, k))
-    v, g, beta = (in_chunks(x, heads) for x in (v, g, beta))
-    return ChannelChunks.of(unit_q.value * scale, unit_k.value, v, g, beta, documents), unit_q, unit_k
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
@@ -75,7 +61,7 @@ def channel_delta_chunks(
     if is_fake(q):
         return made, final
     for heads in _groups(q):
-        chunks, _, _ = _chunks(*(x[:, :, heads] for x in (q, k, v, g, beta)), offsets, scale, eps)
+        chunks, _, _ = chunks_of(ChannelChunks.of, *(x[:, :, heads] for x in (q, k, v, g, beta)), offsets, scale, eps)
         states, written, last = chunks.walk(None if initial is None else initial[:, heads])
         value = (chunks.entering * chunks.q) @ states + chunks.scores() @ written
         made[:, :, heads], final[:, heads] = out_of_chunks(value, *v[:, :, heads].shape[1:3]), last
@@ -110,7 +96,8 @@ def channel_delta_chunks_backward(
     if is_fake(q):
         return [*made, d_initial]
     for heads in _groups(q):
-        chunks, unit_q, unit_k = _chunks(*(x[:, :, heads] for x in like), offsets, scale, eps)
+        operands = (x[:, :, heads] for x in like)
+        chunks, unit_q, unit_k = chunks_of(ChannelChunks.of, *operands, offsets, scale, eps)
         incoming = in_chunks(grad[:, :, heads], chunks.q.shape[1])
         states, written, _ = chunks.walk(None if initial is None else initial[:, heads])
         grad_states, grad_written, first = chunks.walk_back(incoming, grad_final[:, heads].to(incoming.dtype))

@@ -14,17 +14,43 @@ edges of a chunk, are 0 across documents. So chunks do not depend on documents, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.recurrent.documents import document_of
 
-__all__ = ["CHUNK", "Chunks", "Unit", "in_chunks", "out_of_chunks", "seen", "unit"]
+__all__ = [
+    "CHUNK",
+    "Chunks",
+    "Unit",
+    "backward_flops",
+    "chunks_of",
+    "forward_flops",
+    "in_chunks",
+    "out_of_chunks",
+    "seen",
+    "unit",
+]
 
 CHUNK = 64  #: tokens; states are as many as chunks, and products inside a chunk grow by its size
+_Made = TypeVar("_Made")
+
+
+def forward_flops(q, k, v, *_: Any) -> int:
+    """Count the products of a chunk of a delta rule: three between its tokens, and three with the state."""
+    keys, values = q.shape[-1], v.shape[-1]
+    return 2 * v.numel() // values * (CHUNK * (2 * keys + 2 * values) + 3 * keys * values)
+
+
+def backward_flops(grad, grad_final, q, k, v, *_: Any) -> int:
+    """Count the forward's products again, and two for each of them."""
+    return 3 * forward_flops(q, k, v)
 
 
 @dataclass(frozen=True)
@@ -181,3 +207,14 @@ class Chunks:
         if not states:
             return grad_final.new_zeros(*grad.shape[:3], *grad_final.shape[2:]), inside, state
         return torch.stack(states[::-1], 2), torch.stack(written[::-1], 2), state
+
+
+def chunks_of(
+    make: Callable[..., _Made], q, k, v, g, beta, offsets, scale: float, eps: float
+) -> tuple[_Made, Unit, Unit]:
+    """Return (what `make` makes of operands in chunks and documents, q and k of length 1)."""
+    heads = v.shape[2]
+    documents = None if offsets is None else document_of(offsets, q.shape[1])
+    unit_q, unit_k = (unit(in_chunks(x, heads), eps) for x in (q, k))
+    v, g, beta = (in_chunks(x, heads) for x in (v, g, beta))
+    return make(unit_q.value * scale, unit_k.value, v, g, beta, documents), unit_q, unit_k

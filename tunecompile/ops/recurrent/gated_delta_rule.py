@@ -1,6 +1,7 @@
 """The gated delta rule (Yang et al., 2024, arXiv:2412.06464): a decaying state whose value for a key is corrected."""
 
-from typing import Any, Optional
+from functools import partial
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -9,7 +10,15 @@ from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
 from tunecompile.notes import Note, note
 from tunecompile.ops.norms import compute_dtype
-from tunecompile.ops.recurrent.delta_chunks import CHUNK, Chunks, Unit, in_chunks, out_of_chunks, unit
+from tunecompile.ops.recurrent.delta_chunks import (
+    Chunks,
+    backward_flops,
+    chunks_of,
+    forward_flops,
+    in_chunks,
+    out_of_chunks,
+    unit,
+)
 from tunecompile.ops.recurrent.documents import document_of
 
 __all__ = [
@@ -22,26 +31,6 @@ __all__ = [
 ]
 
 LONGEST_KEY = 256  #: of the template, which holds columns of the state in registers
-
-
-def forward_flops(q, k, v, *_: Any) -> int:
-    """Count the products of a chunk: three between its tokens, and three with the state."""
-    keys, values = q.shape[-1], v.shape[-1]
-    return 2 * v.numel() // values * (CHUNK * (2 * keys + 2 * values) + 3 * keys * values)
-
-
-def backward_flops(grad, grad_final, q, k, v, *_: Any) -> int:
-    """Count the forward's products again, and two for each of them."""
-    return 3 * forward_flops(q, k, v)
-
-
-def _chunks(q, k, v, g, beta, offsets, scale, eps, delta) -> tuple[Chunks, Unit, Unit]:
-    """(All chunks, q and k of length 1)."""
-    heads = v.shape[2]
-    documents = None if offsets is None else document_of(offsets, q.shape[1])
-    unit_q, unit_k = (unit(in_chunks(x, heads), eps) for x in (q, k))
-    v, g, beta = (in_chunks(x, heads) for x in (v, g, beta))
-    return Chunks.of(unit_q.value * scale, unit_k.value, v, g, beta, documents, delta), unit_q, unit_k
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
@@ -71,7 +60,7 @@ def delta_chunks(
         return torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format), q.new_empty(
             (q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=wide
         )
-    chunks, _, _ = _chunks(q, k, v, g, beta, offsets, scale, eps, delta)
+    chunks, _, _ = chunks_of(partial(Chunks.of, delta=delta), q, k, v, g, beta, offsets, scale, eps)
     states, written, final = chunks.walk(initial)
     made = chunks.entering * (chunks.q @ states) + chunks.scores() @ written
     return out_of_chunks(made, q.shape[1], v.shape[2]).to(q.dtype).contiguous(), final.clone()
@@ -105,7 +94,8 @@ def delta_chunks_backward(
     if is_fake(q):
         return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*like, _initial(initial, q, v))]
     heads = v.shape[2]
-    chunks, unit_q, unit_k = _chunks(q, k, v, g, beta, offsets, scale, eps, delta)
+    make = partial(Chunks.of, delta=delta)
+    chunks, unit_q, unit_k = chunks_of(make, q, k, v, g, beta, offsets, scale, eps)
     grad = in_chunks(grad, heads)
     states, written, _ = chunks.walk(initial)
     grad_states, grad_written, d_initial = chunks.walk_back(grad, grad_final.to(grad.dtype))
