@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from tunecompile._torch.fake_tensors import fake_mode_of, trace, tracing
 from tunecompile.compiler.pass_manager import Context, Pass
+from tunecompile.ir.eager_call import outputs
 from tunecompile.ir.op import OPS, Op, returns_view
 from tunecompile.ir.shape_rule_cache import ProcessCache, process_key, signature
 from tunecompile.notes import note
@@ -79,8 +80,7 @@ def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]
         filled = list(flat)
         for i, item in zip(inputs, nodes):
             filled[i] = item
-        made = fn(*pytree.tree_unflatten(filled, spec))
-        return list(made) if isinstance(made, (tuple, list)) else [made]
+        return outputs(fn(*pytree.tree_unflatten(filled, spec)))
 
     values = _distinct([flat[i] for i in inputs])
     mode, (anywhere, here) = fake_mode_of(values), _keys(fn, flat, spec, inputs, values)
@@ -89,14 +89,14 @@ def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]
     else:
         graphs, key = {} if known is not None else _graphs_of(mode), here
     traced = graphs.get(key) or (known or {}).get(here) or trace(call, tuple(values), mode)
-    outputs = _inline(graph, node, traced, [flat[i] for i in inputs], mode)
+    results = _inline(graph, node, traced, [flat[i] for i in inputs], mode)
     if (anywhere is not None or known is None) and _has_meaning_elsewhere(traced.graph):
         for inner in traced.graph.nodes:
             inner.meta.pop("val", None)
         graphs[key] = traced
     elif known is not None:
         known[here] = traced
-    _replace(graph, node, outputs)
+    _replace(graph, node, results)
 
 
 def _replace(graph: Graph, node: Node, outputs: list[Node]) -> None:

@@ -7,7 +7,6 @@ not compile hands its op to the next provider, in the end to torch, and the repo
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,12 +19,13 @@ from tunecompile._torch.autograd import outside_compilation
 from tunecompile.compiler import tuning_cache
 from tunecompile.compiler.partitioner import source_hash
 from tunecompile.compiler.pass_manager import Context
+from tunecompile.ir.eager_call import outputs, run_provider
 from tunecompile.ir.op import OPS, Op, Provider
 from tunecompile.ir.pretend_gpu import pretending
 from tunecompile.notes import Note, note
 from tunecompile.passes.plan.probe_arguments import ARGUMENTS, arguments_of
 
-__all__ = ["BY_TEMPLATE", "choose", "compare", "examine", "fault_of", "outputs", "owner", "wide"]
+__all__ = ["BY_TEMPLATE", "choose", "compare", "examine", "fault_of", "owner", "wide"]
 
 KIND = "probe"  #: of files beside the measured choices
 
@@ -145,8 +145,7 @@ def compare(provider: Provider, arguments: list, reference: list, exact: list, e
         exact: the same in fp64.
         eps: of the model's precision.
     """
-    asks = "used" in inspect.signature(provider.run).parameters
-    made = provider.run(*arguments, **({"used": (True,) * len(reference)} if asks else {}))
+    made = run_provider(provider.run, arguments, (True,) * len(reference))
     for number, triple in enumerate(zip(outputs(made), reference, exact)):
         mine, theirs, best = triple
         if mine is None or not theirs.numel():
@@ -157,11 +156,6 @@ def compare(provider: Provider, arguments: list, reference: list, exact: list, e
         if not error <= limit:
             return f"output {number} is {error:.1e} from fp64, where at most {limit:.1e} is rounding"
     return ""
-
-
-def outputs(made: Any) -> list:
-    """Return what an op made as a list."""
-    return list(made) if isinstance(made, (tuple, list)) else [made]
 
 
 def _error(got: torch.Tensor, exact: torch.Tensor) -> float:

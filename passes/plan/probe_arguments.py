@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from tunecompile.ir.eager_call import outputs
 from tunecompile.ir.op import Op
 
 __all__ = ["ARGUMENTS", "arguments_of"]
@@ -104,8 +105,7 @@ def arguments_of(op: Op, owner: Op | None, device: torch.device, dtype: torch.dt
     given = make(draw)
     if owner is None:
         return given
-    made = owner.reference(*given)
-    outputs = list(made) if isinstance(made, (tuple, list)) else [made]
-    known = dict(zip(owner.parameters, given)) | {f"out{i}": value for i, value in enumerate(outputs)}
-    gradients = [draw.normal(*each.shape, dtype=each.dtype) for each in outputs[: owner.formula.differentiable]]
+    made = outputs(owner.reference(*given))
+    known = dict(zip(owner.parameters, given)) | {f"out{i}": value for i, value in enumerate(made)}
+    gradients = [draw.normal(*each.shape, dtype=each.dtype) for each in made[: owner.formula.differentiable]]
     return [*gradients, *(known[name] for name in owner.formula.saves)]

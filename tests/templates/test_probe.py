@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from tunecompile.ir.eager_call import outputs  # noqa: E402
 from tunecompile.ir.op import OPS  # noqa: E402
 from tunecompile.passes.plan import probe  # noqa: E402
 from tunecompile.passes.plan.probe_arguments import ARGUMENTS, arguments_of  # noqa: E402
@@ -22,7 +23,7 @@ HALF_ALONE = ("gated_delta_rule", "gated_delta_rule_backward")  #: bf16 products
 def tried(name, device, change=None):
     op, provider = TEMPLATES[name]
     arguments = arguments_of(op, probe.owner(op), device, torch.float16)
-    reference, exact = (probe.outputs(op.reference(*given)) for given in (arguments, probe.wide(arguments)))
+    reference, exact = (outputs(op.reference(*given)) for given in (arguments, probe.wide(arguments)))
     if change is not None:
         run = provider.run
         provider = dataclasses.replace(provider, run=lambda *args, used: change(run(*args, used=used)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tunecompile._torch.autograd import no_autocast
 from tunecompile.ir.dispatch import Formula, rules
 from tunecompile.ir.op import Op
 
-__all__ = ["by_provider"]
+__all__ = ["by_provider", "outputs", "run_provider"]
 
 
 def by_provider(op: Op, *args: Any) -> Any:
@@ -70,14 +70,29 @@ def _backward(op: Op, used: tuple[bool, ...], *args: Any) -> Any:
 
 def _run(op: Op, args: Sequence[Any], used: tuple[bool, ...] | None = None) -> Any:
     """used: which outputs are read; None for all."""
-    run = op.choose(args).run
-    asked, told = inspect.signature(run).parameters, {}
-    if "used" in asked:
-        told["used"] = used or (True,) * len(op.overload._schema.returns)
-    if "dying" in asked:
-        told["dying"] = ()
+    return run_provider(op.choose(args).run, args, used or (True,) * len(op.overload._schema.returns))
+
+
+def run_provider(run: Callable, args: Sequence[Any], used: tuple[bool, ...]) -> Any:
+    """Run a provider on real tensors, with what lowering would fill in (`tunecompile.ir.op.Op.provider`).
+
+    Args:
+        run: the provider's function.
+        args: the op's arguments, by position.
+        used: which outputs are read.
+
+    Returns:
+        What the op returns.
+    """
+    asked = inspect.signature(run).parameters
+    told = {name: value for name, value in (("used", used), ("dying", ())) if name in asked}
     with no_autocast():
         return run(*args, **told)
+
+
+def outputs(made: Any) -> list:
+    """Return what an op made as a list."""
+    return list(made) if isinstance(made, (tuple, list)) else [made]
 
 
 def _used(formula: Formula, leaves: Sequence[int], needed: Sequence[bool]) -> tuple[bool, ...]:
