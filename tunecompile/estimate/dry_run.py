@@ -95,9 +95,7 @@ class TraceOnlySlot:
     def _survey(self, args: tuple, kwargs: dict[str, Any], flat: bool) -> Any:
         tensors = list(tensors_in(args, kwargs))
         region, sizes = self.slot.region, DynamicShapes.of(tensors)
-        if (
-            flat
-        ):  # by the graph, whose number of tokens is a symbol, as in a training step, it is told that this is right
+        if flat:  # the graph's number of tokens is a symbol, as in a training step: by it, this is known to be right
             mark_flat(tensors, sizes[1])
         self.planner.tokens = self.planner.tokens or math.prod(sizes)
         backend, output = self.seen.get((id(region), sizes), (None, None))
