@@ -114,6 +114,8 @@ def case(run: dict) -> str:
         parts.append(f"{run['mode']} {'with' if run['experts'] else 'without'} experts")
     else:
         parts.append(run["mode"])
+    if "rank" in run:
+        parts.append(f"rank {run['rank']}")
     return ", ".join((*parts, run["shape"]))
 
 

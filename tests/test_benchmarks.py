@@ -91,6 +91,13 @@ def test_tables_leave_out_what_was_cut_off(tmp_path):
     assert tables.load_one("whole.json", tmp_path) and tables.load_one("part.json", tmp_path) is None
 
 
+def test_a_case_says_what_is_not_usual():
+    run = {"model": "m", "mode": "lora", "shape": "1x8"}
+    case = script("report_tables").case
+    assert case(run) == "m, lora, 1x8"
+    assert case({**run, "layers": 2, "experts": True, "rank": 8}) == "m (2 layers), lora with experts, rank 8, 1x8"
+
+
 @pytest.fixture
 def longest(monkeypatch, tmp_path):
     """The script as a module; its command line is what the fixture is called with."""

@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps, after {WARMUP} that are not")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--rank", type=int, default=Job.rank, help="of adapters")
     parser.add_argument("--no-experts", action="store_true", help="no adapters on stacks of experts' weights")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--gradient-checkpointing", action="store_true")
@@ -79,6 +80,7 @@ def main() -> int:
         device=device,
         dtype=given.dtype or ("bfloat16" if device == "cuda" else "float32"),
         layers=given.layers,
+        rank=given.rank,
         experts=not given.no_experts,
         checkpointing=given.gradient_checkpointing,
         trust_cache=given.keep_caches,

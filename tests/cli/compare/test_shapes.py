@@ -86,6 +86,7 @@ def test_experts_are_adapted_or_left_and_kept_in_4_bits():
     assert "gate_up_proj" in models.unsloth_targets(model, job.replace(experts=True))
     assert parts_of(job.replace(layers=1)) == {"layers": 1, "experts": False}
     assert parts_of(job.replace(model="llama-tiny")) == {}
+    assert parts_of(job.replace(model="llama-tiny", rank=8)) == {"rank": 8}
 
 
 def test_a_mixture_has_its_parameters():

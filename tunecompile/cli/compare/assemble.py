@@ -97,7 +97,8 @@ def parts_of(job: Job) -> dict[str, Any]:
         return {}
     mixed = job.mode != "full" and is_mixture(shape_config(job.model))
     layers = {} if job.layers is None else {"layers": job.layers}
-    return layers | ({"experts": job.experts} if mixed else {})
+    rank = {} if job.mode == "full" or job.rank == Job.rank else {"rank": job.rank}
+    return layers | rank | ({"experts": job.experts} if mixed else {})
 
 
 def eager_beside(run: dict, runs: list[dict]) -> dict | None:
