@@ -386,3 +386,21 @@ def test_phases_of_the_first_step():
     found = watch.taken()["layers"]
     assert found["recognize"] >= 0.04 and found["dynamo"] >= 0.02 and "copies" not in found and not watch.taken()
     assert sum(found.values()) < 1
+
+
+def test_a_small_card_is_told_by_a_usual_row_and_by_its_longest():
+    cards = script("cards")
+
+    class Bench:
+        device, given = "cpu", SimpleNamespace(model="m", mode="qlora", experts=True, host_embedding=False)
+
+        def train(self, length, timed):
+            assert self.given.within == "7.5GiB" and timed
+            return {"status": "ok" if length < 9000 else "oom"}
+
+        def guess(self):
+            return 10240
+
+    rows = cards.measure(Bench(), "7.5GiB")
+    assert [(row["shape"], row["status"]) for row in rows] == [("1x2048", "ok"), ("1x10240", "oom"), ("1x8192", "ok")]
+    assert {row["budget_gib"] for row in rows} == {7.5}

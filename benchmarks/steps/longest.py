@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ SURE = 0.97  #: of what is estimated to fit, for the first one
 STEP = 1024  #: tokens
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(end: int = 1 << 20) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
@@ -53,8 +54,10 @@ def parse_arguments() -> argparse.Namespace:
         type=lambda text: [int(length) for length in text.split(",")],
         help="tokens of all rows, such as 16384,32768",
     )
+    parser.add_argument("--host-embedding", action="store_true", help="as optimize(host_embedding=True)")
+    parser.add_argument("--no-experts", dest="experts", action="store_false", help="no adapters on experts")
     parser.add_argument("--begin", type=int, help="tokens of the first row; what is estimated to fit, if not given")
-    parser.add_argument("--end", type=int, default=1 << 20, help="tokens of the longest row that is tried")
+    parser.add_argument("--end", type=int, default=end, help="tokens of the longest row that is tried")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -75,19 +78,25 @@ class Bench:
             device=self.device,
             dtype=dtype,
             layers=given.layers,
+            experts=given.experts,
         )
         self.model = load_model(self.job).train()
 
     def guess(self) -> int:
         """Tokens that should fit."""
+        given = self.given
         with precision(self.job):
             told = tunecompile.estimate(
-                self.model, (1, self.given.end), memory=self.given.within, host_memory=self.given.host_memory
+                self.model,
+                (1, given.end),
+                memory=given.within,
+                host_memory=given.host_memory,
+                host_embedding=given.host_embedding,
             )
-        return self.given.end if told.fits else int(SURE * told.fitting_tokens) // STEP * STEP
+        return given.end if told.fits else int(SURE * told.fitting_tokens) // STEP * STEP
 
-    def train(self, length: int) -> dict[str, Any]:
-        """A step, and what it took."""
+    def train(self, length: int, timed: int = 0) -> dict[str, Any]:
+        """A step, and what it took; and the median of further ones."""
         batch = to_device(
             random_batches(parse_shape(f"1x{length}"), self.model.config.vocab_size, self.job, self.job.seed, 1)[0],
             self.device,
@@ -96,22 +105,29 @@ class Bench:
             self.model,
             memory=self.given.memory or self.given.within,
             host_memory=self.given.host_memory,
+            host_embedding=self.given.host_embedding,
             executor="inductor" if self.device == "cuda" else "eager",
         )
         optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad], lr=self.job.lr, weight_decay=0.0, fused=True
         )
         reset_memory(self.device)
-        begun = time.perf_counter()
+        times = []
         try:
-            with precision(self.job):
-                loss = self.model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            report, told = tunecompile.report(self.model), loss.item()
+            for _ in range(1 + timed):
+                begun = time.perf_counter()
+                with precision(self.job):
+                    loss = self.model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                told = loss.item()
+                times.append(time.perf_counter() - begun)
+            report = tunecompile.report(self.model)
             return {
                 "status": "ok",
-                "first_step_s": time.perf_counter() - begun,
+                "first_step_s": times[0],
+                **({"tokens_per_s": length / median(times[1:])} if timed else {}),
                 **memory_figures(self.device),
                 "losses": [told],
                 "memory": report.memory,

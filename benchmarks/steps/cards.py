@@ -1,0 +1,75 @@
+"""What small cards train: for each of their memories the tokens/s of a row, and the longest row that was tried and fits.
+
+    python benchmarks/steps/cards.py --model llama-3.1-8b --within 7.5GiB,11GiB,15GiB --host-embedding --out benchmarks/results/cards-llama-3.1-8b-qlora.json
+    python benchmarks/steps/cards.py --model llama-3.2-1b --mode full --within 11GiB --out benchmarks/results/cards-llama-3.2-1b-full.json
+    python benchmarks/steps/cards.py --model gpt-oss-20b --within 15GiB --no-experts --out benchmarks/results/cards-gpt-oss-20b-qlora.json
+
+The process, CUDA's context included, is held to each memory in turn. The longest row is as long as `tunecompile.estimate` says, at most `--end`; where
+it does not fit, a sixth shorter. Speeds are this device's: a smaller card is slower. Random weights and tokens; one process for all memories of a model.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
+
+from benchmarks.steps import longest
+from tunecompile.cli.compare.machine import header
+from tunecompile.cli.compare.meters import GIB
+from tunecompile.planner.device_memory import HostGauge, budget_bytes, gauge_of
+
+ROW = 2048  #: tokens of the row whose speed is told for each memory
+TIMED = 3  #: steps after the first, of which the median counts
+SHORTER = 5 / 6  #: of a row that did not fit, for the next one
+TRIES = 3  #: rows
+
+
+def hold(device: torch.device, within: int) -> None:
+    """Hold this process to so many bytes of the device."""
+    if device.type != "cuda":
+        return
+    gauge = gauge_of(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (within - gauge.outside()) / gauge.total()))
+
+
+def measure(bench: longest.Bench, within: str) -> list[dict[str, Any]]:
+    """A row of `ROW` tokens and the longest one, under one memory."""
+    nbytes = budget_bytes(within, HostGauge())
+    hold(torch.device(bench.device), nbytes)
+    bench.given.within = within
+    rows = [(ROW, bench.train(ROW, TIMED))]
+    length = bench.guess()
+    for _ in range(TRIES):
+        if length <= ROW:
+            break
+        rows.append((length, bench.train(length, 1)))
+        if rows[-1][1]["status"] == "ok":
+            break
+        length = int(SHORTER * length) // longest.STEP * longest.STEP
+    about = {"system": "tunecompile", "model": bench.given.model, "mode": bench.given.mode}
+    about |= {"experts": bench.given.experts, "host_embedding": bench.given.host_embedding, "budget_gib": nbytes / GIB}
+    return [{**about, "shape": f"1x{length}", **row} for length, row in rows]
+
+
+def main() -> None:
+    given = longest.parse_arguments(end=1 << 15)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {**header(), "runs": []}
+    bench, console = longest.Bench(given), Console()
+    for within in given.within.split(","):
+        for row in measure(bench, within):
+            result["runs"].append(row)
+            longest.show(result["runs"], console)
+        given.out.write_text(json.dumps(result, indent=1, default=str) + "\n")  # what is measured is kept
+    print(f"written to {given.out}")
+
+
+if __name__ == "__main__":
+    main()
