@@ -15,7 +15,7 @@ from tests.support.models import hybrids
 from tests.support.models.pairs import optimized
 from tests.support.notes import fell_back, find
 from tunecompile.integrations.kernel_functions import meanings
-from tunecompile.integrations.kernel_functions.substitute import knows_documents, substitute
+from tunecompile.integrations.kernel_functions.substitute import _has_others, knows_documents, substitute
 
 pytest.importorskip("transformers.models.qwen3_5")
 
@@ -86,6 +86,12 @@ def test_what_gives_something_else_is_no_op():
     short_cut = meanings.MEANINGS["mamba2_split_conv1d_scan_combined"]
     assert meanings.agrees(bamba.mamba2_split_conv1d_scan_combined.__wrapped__, short_cut)
     assert not meanings.agrees(lambda *args, **kwargs: torch.ones(()), short_cut)
+    import transformers.models.mamba.modeling_mamba as mamba
+
+    scan = meanings.MEANINGS["mamba_selective_scan"]
+    assert meanings.agrees(mamba.mamba_selective_scan.__wrapped__, scan)
+    assert not meanings.agrees(lambda *args, z, **kw: mamba.mamba_selective_scan.__wrapped__(*args, **kw), scan)
+    assert meanings.agrees(mamba.mamba_inner_fn.__wrapped__, meanings.MEANINGS["mamba_inner_fn"])
     kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
     channels = meanings.MEANINGS["chunk_kimi_delta_attention"]
     assert meanings.agrees(kimi.chunk_kimi_delta_attention.__wrapped__, channels)
@@ -129,17 +135,23 @@ def test_functions_of_other_files_are_no_concern(monkeypatch):
     assert substitute({Layer}) == []
 
 
-@pytest.mark.parametrize(("family", "apart"), [("Lfm2", True), ("Qwen3_5", True), ("Mamba2", True), ("Jamba", False)])
-def test_which_files_keep_documents_apart(family, apart):
+@pytest.mark.parametrize(
+    ("family", "apart"), [("Lfm2", True), ("Qwen3_5", True), ("Mamba2", True), ("Jamba", True), ("Jamba", False)]
+)
+def test_which_files_keep_documents_apart(family, apart, monkeypatch):
     """Where a scan is no op, states would cross."""
     import transformers as tf
 
+    if not apart:
+        monkeypatch.delitem(meanings.MEANINGS, "mamba_selective_scan")
+    _has_others.cache_clear()
     home = sys.modules[getattr(tf, f"{family}Model").__module__]
     layer = next(kind for name, kind in vars(home).items() if name.endswith(("DecoderLayer", "Mamba2Block")))
     substitute({layer})
     made = layer.__new__(layer)
     torch.nn.Module.__init__(made)
     assert knows_documents(made) == apart
+    _has_others.cache_clear()
 
 
 @pytest.mark.slow

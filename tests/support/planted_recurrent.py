@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.support.ops.recurrent import recurrence
+from tests.support.ops.recurrent import recurrence, selective_operands, selective_recurrence
 from tests.support.passes.run import random
 
 
@@ -52,6 +52,13 @@ RECURRENT_CASES = {
         lambda *args: recurrence(*args, None, 1.0, 0.0, delta=False),
         lambda op, *args: op(*args, None),
         delta_arguments,
+    ),
+    "selective scan": (
+        "selective_scan",
+        "selective_scan",
+        lambda *args: selective_recurrence(*args, None),
+        lambda op, *args: op(*args, None),
+        lambda dtype: selective_operands(1, 3, 2, 2, True, dtype),
     ),
     "short convolution": (
         "short_convolution",

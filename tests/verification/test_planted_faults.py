@@ -231,6 +231,13 @@ FAULTS = [
         "delta_chunks_backward(grad, grad_final, c, b, x, g, dt, initial, offsets, 1.0, 0.0, False)",
         "delta_chunks_backward(grad, grad_final, c, b, x, g, dt, initial, offsets, 1.0, 0.0, True)",
     ),
+    Fault("selective scan", "lost states", "chunks.outputs(states)", "chunks.outputs(0 * states)"),
+    Fault(
+        "selective scan",
+        "gradient without the final state's",
+        "chunks.leaving(given, grad_final[:, d].to(wide))",
+        "chunks.leaving(given, 0 * grad_final[:, d].to(wide))",
+    ),
     Fault("short convolution", "lost bias", "return made if bias is None else made + bias", "return made"),
     Fault("short convolution", "gradient of another token", "_ahead(given, steps, documents)", "given"),
     Fault("short convolution", "lost slope", "given * gate * (1 + z * (1 - gate))", "given * gate"),

@@ -25,7 +25,7 @@ from tunecompile.ir.op import HALF, has_triton
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.rewrite import user_frame, where_from
 from tunecompile.notes import Note, note
-from tunecompile.ops import channel_delta_rule, gated_delta_rule, short_convolution, ssd_scan
+from tunecompile.ops import channel_delta_rule, gated_delta_rule, selective_scan, short_convolution, ssd_scan
 
 ALL = 1 << 60  #: an end of a slice that leaves nothing out
 TOKENS = 10007  #: a prime that divides no width, number of heads or size of a vocabulary
@@ -163,7 +163,7 @@ class _Reader(Interpreter):
 #: ops that keep documents apart, where they are told of them -> the place of that argument
 _BY_DOCUMENTS: dict[Any, int] = {
     op.overload: op.parameters.index("offsets")
-    for op in (channel_delta_rule, gated_delta_rule, short_convolution, ssd_scan)
+    for op in (channel_delta_rule, gated_delta_rule, selective_scan, short_convolution, ssd_scan)
 }
 OFFSETS = "document_offsets"  #: what a layer's argument is called that has them, as an input of its graph
 

@@ -108,6 +108,38 @@ HYBRIDS = {
 }
 
 
+SELECTIVE = {**TOKENS, "state_size": 4, "time_step_rank": 4}
+HYBRIDS |= {  # Mamba-1
+    "mamba": ("Mamba", SELECTIVE),
+    "falcon_mamba": ("FalconMamba", SELECTIVE),
+    "jamba": (
+        "Jamba",
+        {
+            **TOKENS,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 1,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "zamba": (
+        "Zamba",
+        {
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+            "n_mamba_heads": 2,
+            "layers_block_type": ["mamba", "hybrid"] * 2,
+            "num_hidden_layers": 4,
+            "attention_hidden_size": 128,
+            "attention_head_dim": 32,
+            "pad_token_id": 0,
+        },
+    ),
+}
+
+
 def make(family: str, dtype: torch.dtype = torch.float64, **changes) -> nn.Module:
     import transformers as tf
 

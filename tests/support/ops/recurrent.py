@@ -44,6 +44,36 @@ def recurrence(q, k, v, g, beta, initial, offsets, scale, eps, delta=True) -> tu
     return torch.stack(made, 1), state
 
 
+def selective_operands(rows, tokens, channels, states, initial=False, dtype=torch.float64):
+    """[x, dt, a, b, c, initial]: decays from nearly all to nearly nothing."""
+
+    def normal(*shape):
+        return torch.randn(*shape, dtype=dtype)
+
+    made = [
+        normal(rows, tokens, channels),
+        normal(rows, tokens, channels).exp(),
+        -normal(channels, states).exp(),
+        normal(rows, tokens, states),
+        normal(rows, tokens, states),
+        normal(rows, channels, states) if initial else None,
+    ]
+    return [x if x is None else x.requires_grad_() for x in made]
+
+
+def selective_recurrence(x, dt, a, b, c, initial, offsets) -> tuple[Tensor, Tensor]:
+    """Mamba-1's scan."""
+    state = x.new_zeros(x.shape[0], *a.shape) if initial is None else initial
+    begins = () if offsets is None else offsets.tolist()
+    made = []
+    for t in range(x.shape[1]):
+        if t in begins:
+            state = state * 0
+        state = state * (dt[:, t, :, None] * a).exp() + (dt[:, t] * x[:, t])[..., None] * b[:, t, None, :]
+        made.append((state * c[:, t, None, :]).sum(-1))
+    return torch.stack(made, 1), state
+
+
 def gradients(made, leaves, seed=1) -> list[Tensor]:
     """Of a random weighting of all outputs; the same for the same outputs."""
     random = torch.Generator().manual_seed(seed)

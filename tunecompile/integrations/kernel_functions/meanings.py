@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunecompile.ops import channel_delta_rule, gated_delta_rule, short_convolution, ssd_scan
+from tunecompile.ops import channel_delta_rule, gated_delta_rule, selective_scan, short_convolution, ssd_scan
 
 __all__ = ["DOCUMENTS", "MEANINGS", "Documents", "Meaning", "agrees"]
 
@@ -127,8 +127,41 @@ def state_space(itself: Callable) -> Callable:
     return traced
 
 
+def selective_space(itself: Callable) -> Callable:
+    """Mamba-1's scan, of [B, D, T]. What is done for each token by itself (D, z) is no part of the op."""
+
+    def traced(
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
+        dt = torch.nn.functional.softplus(dt) if delta_softplus else dt
+        given = (each.transpose(1, 2) for each in (hidden_states, dt))
+        made, state = selective_scan(*given, A, B.transpose(1, 2), C.transpose(1, 2), None, DOCUMENTS.offsets)
+        made = made.transpose(1, 2)
+        if D is not None:
+            made = made + hidden_states * D[None, :, None]
+        if z is not None:
+            made = made * torch.nn.functional.silu(z)
+        return (made, state) if return_last_state else made
+
+    return traced
+
+
 def no_short_cut(itself: Callable) -> Callable:
-    """The kernel for a whole Mamba-2 mixer: without it the model's code goes on to its parts."""
+    """The kernel for a whole mixer of Mamba's: without it the model's code goes on to its parts.
+
+    (It would read the weights of linears, and so pass by their adapters.)
+    """
 
     def traced(*args: Any, **kwargs: Any) -> None:
         return None
@@ -163,8 +196,18 @@ def _state_space_example() -> tuple[Sequence[Any], dict[str, Any]]:
     return args, dict(**more, dt_limit=(0.1, 0.9), return_final_states=True)
 
 
+def _selective_example() -> tuple[Sequence[Any], dict[str, Any]]:
+    args = _waves(2, 3, 6), _waves(2, 3, 6), -_waves(3, 4).abs(), _waves(2, 4, 6), _waves(2, 4, 6) + 0.2
+    more = dict(D=_waves(3), z=_waves(2, 3, 6) - 0.1, delta_bias=_waves(3) + 0.1, delta_softplus=True)
+    return args, dict(**more, return_last_state=True)
+
+
 def _no_example() -> tuple[Sequence[Any], dict[str, Any]]:
     return (None,) * 6, dict(chunk_size=4)
+
+
+def _no_inner_example() -> tuple[Sequence[Any], dict[str, Any]]:
+    return (None,) * 8, {}
 
 
 MEANINGS = {  #: by the name of the function in plain PyTorch
@@ -173,6 +216,8 @@ MEANINGS = {  #: by the name of the function in plain PyTorch
     "causal_conv1d_fn": Meaning(convolution, _convolution_example),
     "mamba2_chunk_scan": Meaning(state_space, _state_space_example),
     "mamba2_split_conv1d_scan_combined": Meaning(no_short_cut, _no_example),
+    "mamba_selective_scan": Meaning(selective_space, _selective_example),
+    "mamba_inner_fn": Meaning(no_short_cut, _no_inner_example),
 }
 
 

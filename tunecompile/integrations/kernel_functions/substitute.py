@@ -73,6 +73,7 @@ _files: set[str] = set()  #: with a function that an op is traced in place of
 _STEPWISE = {
     "causal_conv1d_update",
     "mamba2_selective_state_update",
+    "mamba_selective_state_update",
     "recurrent_kimi_delta_attention",
     "torch_recurrent_gated_delta_rule",
 }
