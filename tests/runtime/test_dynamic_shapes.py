@@ -13,10 +13,10 @@ def marked(monkeypatch):
     seen: dict[int, list[int]] = {}
     monkeypatch.setattr(dynamic_shapes, "mark_dynamic", lambda tensor, dims: seen.update({id(tensor): list(dims)}))
 
-    def run(sizes: DynamicShapes, *shapes) -> list[list[int]]:
+    def run(sizes: DynamicShapes, *shapes, layer: int = 0) -> list[list[int]]:
         seen.clear()
         tensors = [(place, torch.zeros(shape)) for place, shape in enumerate(shapes)]
-        sizes.mark(tensors, DynamicShapes.of(tensors))
+        sizes.mark(tensors, DynamicShapes.of(tensors), layer)
         return [seen.get(id(tensor), []) for _, tensor in tensors]
 
     return run
@@ -43,3 +43,12 @@ def test_a_dimension_that_changes_by_itself_is_a_symbol(marked):
     assert marked(sizes, (2, 16, 8), (5, 4)) == [[], []]
     assert marked(sizes, (2, 16, 8), (7, 4)) == [[], [0]]
     assert marked(sizes, (2, 16, 8), (7, 4)) == [[], [0]]
+
+
+def test_layers_with_other_widths_are_no_change(marked):
+    """Heads of Gemma 4 are wider in every sixth layer, and the tables of RoPE that these are given."""
+    sizes = DynamicShapes()
+    for batch in range(2):
+        for layer, width in enumerate((16, 32, 16)):
+            assert marked(sizes, (2, 24, 64), (1, 24, width), layer=layer) == [[], []], batch
+    assert marked(sizes, (2, 20, 64), (1, 20, 16), layer=0) == [[0, 1], [1]]

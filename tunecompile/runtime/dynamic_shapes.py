@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,50 +30,20 @@ def batch_tokens(args: tuple, kwargs: dict) -> int:
 
 
 @dataclass
-class DynamicShapes:
-    """Which dimensions of which arguments follow the batch.
+class _Shapes:
+    """What the calls of one layer have shown.
 
-    The first lengths are compiled with constant sizes. From the second on, all dimensions that follow are symbolic
-    together; left alone, Dynamo would learn them one at a time, with a recompilation each. Which ones follow is learnt
-    from the shapes seen: a dimension that equals a length by chance drops out when lengths change and it does not.
+    Layers of one code may differ in a size that never changes: heads of Gemma 4 are wider in every sixth layer, and so
+    are its tables of RoPE.
     """
 
-    first: tuple[int, ...] | None = None  #: lengths, see `_lengths`, that are compiled with constant sizes
     lengths: tuple[int, ...] = ()  #: of the last call
     last: tuple[torch.Size, ...] = ()
     shapes: dict[Any, torch.Size] = field(default_factory=dict)  #: of each argument, when it was seen last
     following: dict[Any, set[int]] = field(default_factory=dict)  #: dimensions that are one of the lengths
     others: dict[Any, set[int]] = field(default_factory=dict)  #: dimensions that change by themselves
 
-    @staticmethod
-    def of(tensors: Sequence[tuple[Any, Tensor]]) -> tuple[int, ...]:
-        """Rows and length: the leading sizes of the first argument that has any."""
-        for _, tensor in tensors:
-            if tensor.dim() > 1:
-                return tuple(
-                    tensor.shape[:2] if tensor.dim() > 2 or not tensor.is_floating_point() else tensor.shape[:1]
-                )
-        return ()
-
-    def mark(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
-        """Mark the dimensions of one call's arguments that follow the batch, whose rows and length are `sizes`."""
-        self._look(tensors, sizes)
-        if self.first is None:
-            self.first = self.lengths
-        self._mark(tensors, self.lengths != self.first)
-
-    def mark_all(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
-        """As `mark`, also at the first lengths."""
-        self._look(tensors, sizes)
-        self._mark(tensors, True)
-
-    def _mark(self, tensors: Sequence[tuple[Any, Tensor]], following: bool) -> None:
-        for where, tensor in tensors:
-            dims = self.others[where] | self.following[where] if following else self.others[where]
-            if dims:
-                mark_dynamic(tensor, sorted(dims))
-
-    def _look(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
+    def look(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
         """Learn from shapes that differ from those of the last call."""
         shapes = tuple([tensor.shape for _, tensor in tensors])
         if shapes == self.last and all(where in self.shapes for where, _ in tensors):
@@ -91,6 +62,53 @@ class DynamicShapes:
         changed = {dim for dim, size in enumerate(shape) if size != before[dim]}
         self.following[where] = (self.following[where] & (equal | changed)) | (changed & equal)
         self.others[where] |= changed - equal
+
+
+@dataclass
+class DynamicShapes:
+    """Which dimensions of which arguments follow the batch.
+
+    The first lengths are compiled with constant sizes. From the second on, all dimensions that follow are symbolic
+    together; left alone, Dynamo would learn them one at a time, with a recompilation each. Which ones follow is learnt
+    from the shapes seen: a dimension that equals a length by chance drops out when lengths change and it does not.
+    """
+
+    first: tuple[int, ...] | None = None  #: lengths, see `_lengths`, that are compiled with constant sizes
+    seen: defaultdict[int, _Shapes] = field(default_factory=lambda: defaultdict(_Shapes))  #: by the place of a layer
+
+    @staticmethod
+    def of(tensors: Sequence[tuple[Any, Tensor]]) -> tuple[int, ...]:
+        """Rows and length: the leading sizes of the first argument that has any."""
+        for _, tensor in tensors:
+            if tensor.dim() > 1:
+                return tuple(
+                    tensor.shape[:2] if tensor.dim() > 2 or not tensor.is_floating_point() else tensor.shape[:1]
+                )
+        return ()
+
+    def mark(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int = 0) -> None:
+        """Mark the dimensions of one call's arguments that follow the batch, whose rows and length are `sizes`.
+
+        layer: the place of the layer that is called.
+        """
+        seen = self.seen[layer]
+        seen.look(tensors, sizes)
+        if self.first is None:
+            self.first = seen.lengths
+        _mark(tensors, seen, seen.lengths != self.first)
+
+    def mark_all(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int = 0) -> None:
+        """As `mark`, also at the first lengths."""
+        seen = self.seen[layer]
+        seen.look(tensors, sizes)
+        _mark(tensors, seen, True)
+
+
+def _mark(tensors: Sequence[tuple[Any, Tensor]], seen: _Shapes, following: bool) -> None:
+    for where, tensor in tensors:
+        dims = seen.others[where] | seen.following[where] if following else seen.others[where]
+        if dims:
+            mark_dynamic(tensor, sorted(dims))
 
 
 def _lengths(tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -257,7 +257,7 @@ class LayerSlot:
         if OFFSETS in kwargs:
             mark_flat(tensors, sizes[1])
         else:
-            (self.region.sizes.mark_all if scores else self.region.sizes.mark)(tensors, sizes)
+            (self.region.sizes.mark_all if scores else self.region.sizes.mark)(tensors, sizes, self.place)
         setting = (
             torch.is_grad_enabled(),
             context_parallel.is_shared(),
