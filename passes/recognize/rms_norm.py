@@ -1,4 +1,6 @@
-"""RMSNorm as models write it: rounded before the scale (Llama) or after it (OLMo), Gemma's 1 + w, and torch's own."""
+"""RMSNorm as models write it: rounded before the scale (Llama) or after it (OLMo), Gemma's 1 + w, and torch's own.
+
+Some norms have no weight (Gemma 4's of values, Llama 4's of queries and keys): these get one of ones."""
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +22,13 @@ def _norm(x, eps):
 
 def _wide(match: Match) -> str | None:
     """Require statistics in fp32 or wider, as the op computes them, and a weight as long as the last dimension."""
-    x, weight = match.bound["x"], match.bound["weight"]
+    x = match.bound["x"]
     if not isinstance(match.bound["eps"], float):
         return "eps is not a constant"
     if dtype_of(match.node("rsqrt")) != compute_dtype(dtype_of(x)):
         return f"statistics are computed in {dtype_of(match.node('rsqrt'))}"
-    if value(weight).dim() != 1 or value(weight).shape[0] != value(x).shape[-1]:
+    weight = value(match.bound["weight"]) if "weight" in match.bound else None
+    if weight is not None and (weight.dim() != 1 or weight.shape[0] != value(x).shape[-1]):
         return "the weight is no vector over the last dimension"
     return None
 
@@ -71,15 +74,33 @@ def then_rounded(x, weight, eps, dtype):
     return (cast(weight) * _norm(x, eps)).to(dtype)
 
 
+def _unscaled(x, eps):
+    return op(x, x.new_ones(x.shape[-1]), eps, 0.0, False)
+
+
+@rewrite("unscaled_then_rounded", to=_unscaled, where=_rounded_once)
+def unscaled_then_rounded(x, eps, dtype):
+    return _norm(x, eps).to(dtype)
+
+
+@rewrite("unscaled", to=_unscaled, where=_rounded_once)
+def unscaled(x, eps):
+    return _norm(x, eps)
+
+
 def _torch_norm(match: Match) -> str | None:
-    if match.bound["weight"] is None or not isinstance(match.bound["eps"], float):
-        return "no weight, or eps is not a constant"
+    if not isinstance(match.bound["eps"], float):
+        return "eps is not a constant"
     if dtype_of(match.outputs[0]) != dtype_of(match.bound["x"]):
         return f"the result is {dtype_of(match.outputs[0])}"
     return None if len(match.bound["shape"]) == 1 else "normalised over several dimensions"
 
 
-@rewrite("torch_rms_norm", to=lambda x, weight, eps: op(x, weight, eps, 0.0, False), where=_torch_norm)
+def _of_torch(x, weight, eps):
+    return _unscaled(x, eps) if weight is None else op(x, weight, eps, 0.0, False)
+
+
+@rewrite("torch_rms_norm", to=_of_torch, where=_torch_norm)
 def torch_norm(x, shape, weight, eps):
     return F.rms_norm(x, shape, weight, eps)
 
@@ -88,6 +109,6 @@ def anchors(graph):
     return [node for node in graph.nodes if node.op == "call_function" and node.target in (torch.rsqrt, F.rms_norm)]
 
 
-PASS = recognize(
-    "rms_norm", [offset_cast, offset, then_rounded, after_rounding, torch_norm], anchors
-)  # otherwise 1 + w could match as a weight
+#: 1 + w before w, which it could match as; those without a weight last
+_REWRITES = [offset_cast, offset, then_rounded, after_rounding, torch_norm, unscaled_then_rounded, unscaled]
+PASS = recognize("rms_norm", _REWRITES, anchors)

@@ -91,7 +91,7 @@ GOLDEN: dict[int, dict[str, Row]] = {
                 "swiglu": (3, 3),
             },
         ),
-        "llama4": LLAMA | {"rms_norm": (4, 2)},  # queries and keys are normed without a weight
+        "llama4": LLAMA | {"rms_norm": (4, 4)},
         "phi": ADAPTED | {"lora": (6, 6), "grouped_linear": (4, 4), "rope": (2, 2), "layer_norm": (1, 1)},
         "gpt_neox": {
             "linear_cross_entropy": (1, 1),
