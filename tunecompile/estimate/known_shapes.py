@@ -34,6 +34,15 @@ QWEN3 = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 1e6},
 )
 
+#: the text part alone: one layer of six sees all tokens, with wider heads
+GEMMA4 = dict(
+    model_type="gemma4_text",
+    head_dim=256,
+    global_head_dim=512,
+    max_position_embeddings=262144,
+    final_logit_softcapping=30.0,
+)
+
 
 def _size(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
     return (
@@ -67,22 +76,26 @@ SHAPES = {
     # transformers' defaults are the widths of these
     "gpt-oss-20b": dict(model_type="gpt_oss", num_hidden_layers=24, num_local_experts=32),
     "glm-4.7-flash": dict(model_type="glm4_moe_lite"),
-    # one layer of six sees all tokens, with wider heads; a dense MLP beside the experts; the text part alone
-    "gemma-4-26b-a4b": _size(2816, 2112, 30, 16, 8, head_dim=256, tie_word_embeddings=True)
+    # a dense MLP beside the experts
+    "gemma-4-26b-a4b": GEMMA4
+    | _size(2816, 2112, 30, 16, 8, tie_word_embeddings=True)
     | dict(
-        model_type="gemma4_text",
         enable_moe_block=True,
         num_experts=128,
         top_k_experts=8,
         moe_intermediate_size=704,
         attention_k_eq_v=True,
         num_global_key_value_heads=2,
-        global_head_dim=512,
         sliding_window=1024,
-        max_position_embeddings=262144,
-        final_logit_softcapping=30.0,
         hidden_size_per_layer_input=0,
     ),
+    # an embedding for each layer, and the last layers read keys and values of earlier ones
+    "gemma-4-e4b": GEMMA4
+    | _size(2560, 10240, 42, 8, 2, tie_word_embeddings=True)
+    | dict(sliding_window=512, hidden_size_per_layer_input=256, num_kv_shared_layers=18),
+    "gemma-4-12b": GEMMA4  # a dense one of that size
+    | _size(3840, 15360, 48, 16, 8, tie_word_embeddings=True)
+    | dict(sliding_window=1024, hidden_size_per_layer_input=0),
     "qwen3.5-9b": dict(model_type="qwen3_5_text"),
     "qwen3.5-35b-a3b": dict(model_type="qwen3_5_moe_text"),
     "smollm2-135m": LLAMA3 | _size(576, 1536, 30, 9, 3, vocab_size=49152, tie_word_embeddings=True),
