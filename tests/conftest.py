@@ -10,23 +10,35 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # a fiftieth of the time, and each test has few objects
 os.environ.pop("TUNECOMPILE", None)
-
-import torch  # noqa: E402
 
 pytest.register_assert_rewrite("tests.support")
 
+
+def has_gpu() -> bool:
+    """torch comes late: the process that only hands tests to others does without it."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 # Without a GPU templates run in Triton's interpreter, which changes every kernel of the process, other packages' too. So they have a
 # process of their own: test_templates.py starts it, and so does naming them on the command line.
-if not torch.cuda.is_available() and any(
-    "templates" in Path(argument.partition("::")[0]).parts for argument in sys.argv[1:]
-):
+if any("templates" in Path(argument.partition("::")[0]).parts for argument in sys.argv[1:]) and not has_gpu():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton.jit runs, so before any import of triton
-collect_ignore = [] if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else ["templates"]
+
+
+def pytest_ignore_collect(collection_path):
+    if collection_path == Path(__file__).with_name("templates") and os.environ.get("TRITON_INTERPRET") != "1":
+        return None if has_gpu() else True
 
 
 def pytest_collection_modifyitems(config, items):
-    if torch.cuda.is_available():
+    from tests.support.compiling import without_profiles
+
+    without_profiles()
+    if has_gpu():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
@@ -48,6 +60,8 @@ def pytest_unconfigure():
 @pytest.fixture(autouse=True)
 def fresh_compiler(request):
     """No test sees another one's Dynamo caches or random state, or graphs of code that it replaced."""
+    import torch
+
     torch._dynamo.reset()
     torch.manual_seed(0)
     with own_graphs() if "monkeypatch" in request.fixturenames else contextlib.nullcontext():

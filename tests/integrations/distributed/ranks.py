@@ -132,7 +132,9 @@ def main(modules: str, slow: bool, folder: Path) -> None:
 def fork(modules: str, slow: bool, folder: Path, logs: list[str]) -> None:
     """A process for each rank, which writes to a file of its own."""
     from tests.support import zoo
+    from tests.support.compiling import without_profiles
 
+    without_profiles()
     cases_of(modules, slow)
     importlib.import_module("torch._inductor.compile_fx")
     zoo.adapt(zoo.make("llama"))  # brings in what transformers and PEFT import late
