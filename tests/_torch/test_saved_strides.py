@@ -75,11 +75,23 @@ class Layer(nn.Module):
         return x + nn.functional.silu(gate) * up
 
 
-class Stack(nn.Module):
+class Heads(nn.Module):
+    """Saves heads that stand before tokens; its backward views them with tokens first."""
+
     def __init__(self):
         super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        heads = self.linear(x).unflatten(-1, (4, 4)).transpose(1, 2).relu()
+        return x + heads.transpose(1, 2).flatten(2)
+
+
+class Stack(nn.Module):
+    def __init__(self, kind=Layer):
+        super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(kind() for _ in range(2))
 
     def forward(self, x):
         for layer in self.layers:
@@ -102,6 +114,12 @@ def test_saved_tensors_that_were_copied(firsts, lengths, tmp_path, monkeypatch):
         torch._dynamo.reset()
         monkeypatch.setattr(saved_strides._Seen, "hooks", False)
         assert_same(tunecompile.optimize(copy.deepcopy(reference)), reference, first, lengths)
+
+
+@pytest.mark.parametrize("kind", [Layer, Heads])
+def test_op_by_op(kind):
+    reference = Stack(kind).train()
+    assert_same(tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference, packed, (6, 9))
 
 
 def assert_same(model, reference, first, lengths):

@@ -81,6 +81,16 @@ def test_trl_sft(options, tmp_path):
     assert rewritten["lora"] == 2 and rewritten["linear_cross_entropy"] == 1 and not fell_back(model)
 
 
+@pytest.mark.gpu
+def test_trl_offloads_activations(tmp_path):
+    """TRL copies to the host what layers save; it wants a GPU."""
+    model, reference = pair(lambda: zoo.adapt(small(), target_modules=["q_proj", "down_proj"]).cuda())
+    options = {"use_cpu": False, "activation_offloading": True}
+    curves = [curve(sft(m, tmp_path, **options)) for m in (model, reference)]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+    assert not fell_back(model), tunecompile.report(model)
+
+
 @pytest.mark.slow
 def test_trl_resumes_from_a_checkpoint(tmp_path):
     options = dict(packing=False, save_strategy="steps", save_steps=2, save_total_limit=4)

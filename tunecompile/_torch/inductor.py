@@ -249,6 +249,8 @@ def compile_eager(
                 called = wrap(called, kind, ())
             if around is not None:
                 called = around(called)
+            if kind == "backward":
+                called = with_strides(called, list(inputs))
             return boxed if called is boxed else make_boxed_func(lambda *args: called(list(args)))
 
         return run
