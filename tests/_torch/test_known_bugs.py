@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.models.packed import gradients, pair
+from tests.support.offline import finish, start
 from tunecompile._torch import known_bugs
 from tunecompile._torch.inductor import _inductor_settings
 from tunecompile.ir.pretend_gpu import as_on_gpu
@@ -49,12 +50,12 @@ def test_mix_order_reduction():
 @pytest.mark.gpu
 @shows("PADDING_GUARDS_SIZES")
 def test_padding_guards_sizes():
-    """Rows are many or few, and the weight has four columns."""
+    """Rows are many or few: the product waits for its operations, or for memory."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     product = torch.compile(lambda x, weight: x @ weight, backend=counter, dynamic=True)
-    weight = torch.randn(512, 4, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4096, 1001, device="cuda", dtype=torch.bfloat16)
     for rows in (100, 30_000, 7):
-        product(torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16), weight)
+        product(torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16), weight)
     assert counter.frame_count == 1
 
 
@@ -108,6 +109,13 @@ def test_triton_analysis_repeated(monkeypatch):
     assert answers[0] == answers[1]
     assert len(generated) == 1
     assert vars(triton.runtime.driver).get("_active") is before.get("_active")
+
+
+@pytest.mark.slow
+@shows("DELTA_RULE_ON_SM_100")
+def test_delta_rule_on_sm_100():
+    pytest.importorskip("triton")
+    assert [line["name"] for line in finish(start("delta_operands", "100"))] == ["delta_operands"]
 
 
 @pytest.mark.skipif(

@@ -1,8 +1,8 @@
 """Launches of every template, recorded with fake arguments: for what can be checked of the kernels without a GPU.
 
 Run as a script, in a process without TRITON_INTERPRET (the interpreter replaces triton.jit): ``offline.py compile 90 100``
-prints a JSON line for each kernel compiled for sm_90 and sm_100, ``offline.py trace`` one for each launch function traced as
-Inductor's passes trace it.
+prints a JSON line for each kernel compiled for sm_90 and sm_100, ``offline.py NAME 90`` for one kernel, refused there or
+not, and ``offline.py trace`` one for each launch function traced as Inductor's passes trace it.
 """
 
 import json
@@ -13,6 +13,8 @@ import tempfile
 
 import torch
 from offline_cases import cases
+
+from tunecompile._torch import known_bugs
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -60,10 +62,11 @@ def half(args, cc):
 def refused_on(architecture, cc):
     """Kernels whose ops are torch's there: no e4m3, older than Ampere, registers that would spill."""
     products = ("experts", "delta", "attention")
-    return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:] * (architecture == "gfx1100")
+    faulty = ("delta_operands",) * (architecture == "100" and known_bugs.DELTA_RULE_ON_SM_100.present)
+    return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:] * (architecture == "gfx1100") + faulty
 
 
-def compile_for(architectures, modules):
+def compile_for(architectures, modules, only=None):
     import triton
     from triton.compiler import ASTSource
 
@@ -78,7 +81,7 @@ def compile_for(architectures, modules):
             kernel, cc, tensor.element_size(), size, warp
         )
         for name, (function, args) in cases(*modules).items():
-            if name.startswith(refused_on(architecture, cc)):
+            if name != only if only else name.startswith(refused_on(architecture, cc)):
                 continue
             launches.clear()
             function(*half(args, cc))
@@ -182,4 +185,8 @@ if __name__ == "__main__":
         attention_forward,
         attention_backward,
     )
-    compile_for(sys.argv[2:], everything) if sys.argv[1] == "compile" else trace(everything)
+    what, *rest = sys.argv[1:]
+    if what == "trace":
+        trace(everything)
+    else:
+        compile_for(rest, everything, only=None if what == "compile" else what)

@@ -56,7 +56,8 @@ def compare(device, error, limit, lengths, heads, shared, width, window, softcap
     ],
 )
 def test_against_fp64(device, error, lengths, heads, shared, width, window, softcap):
-    compare(device, error, 2e-6, lengths, heads, shared, width, window, softcap, torch.float32)
+    limit = 1e-8 * max(width, 200)  # eager in fp32: 8e-7 at heads of 512
+    compare(device, error, limit, lengths, heads, shared, width, window, softcap, torch.float32)
 
 
 def test_half_precision_in_chunks_and_slices(device, error):

@@ -1,13 +1,8 @@
 """Every template compiled for the cards users own, and traced for Inductor, without a GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.support.offline import finish, start
 from tunecompile.templates import _tiles
 
 pytest.importorskip("triton")
@@ -26,24 +21,7 @@ SHARED_LIMIT = {
     "gfx1100": 65536,
 }
 SPILLED = 384  #: bytes a thread at most, of some kernels that fill NVIDIA's 255 registers
-
-
-def start(*arguments):
-    """offline.py in a process of its own: the interpreter of the other tests replaces triton.jit for good."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("offline.py"), *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process):
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err[-3000:]
-    return [json.loads(line) for line in out.splitlines()]
+SPILLED_ON_AMD = 16  #: attention, with Triton before 3.8
 
 
 @pytest.mark.parametrize("card", [pytest.param(c, marks=[] if c == "90" else pytest.mark.slow) for c in SHARED_LIMIT])
@@ -52,7 +30,7 @@ def test_compiles_within_the_card(card):
     assert len(kernels) >= 12
     for name, line in kernels.items():
         assert line["shared"] <= SHARED_LIMIT[card] and 0 < line["registers"] <= 512, line
-        assert line["spilled"] <= (0 if card.startswith("gfx") or card == "75" else SPILLED), line
+        assert line["spilled"] <= (SPILLED_ON_AMD if card.startswith("gfx") else 0 if card == "75" else SPILLED), line
         if name != "experts_tiles" and not card.startswith("gfx"):  # four numbers a program
             writes = line["wide_stores"] or name == "fp8_adapter"  # few columns
             reads = line["wide_loads"] or name.startswith("experts_zero")  # offsets alone

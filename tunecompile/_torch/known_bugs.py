@@ -94,6 +94,14 @@ TRITON_ANALYSIS_REPEATED = Fault(
     issue="pytorch#193227",
 )
 
+DELTA_RULE_ON_SM_100 = Fault(
+    "triton",
+    "the compiler fails at the gradients of delta rules for GPUs of compute capability 10 (the pass "
+    "OptimizeTMemLayouts: parent layout must have at least rank >= 2)",
+    "There torch computes delta rules",
+    fixed=(3, 8),
+)
+
 BLOCKS_ACROSS_ROWS = Fault(
     "bitsandbytes",
     "on CPUs with AVX512 a block of 4-bit codes that goes on in the next row gets that row's scale",

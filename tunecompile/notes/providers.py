@@ -25,6 +25,7 @@ REASONS = {
     "state-to-begin-with": NoteKind("it begins with a state of 0, and one is given"),
     "torch-is-faster": NoteKind("torch's kernels are faster for {subject}"),
     "gpu-before-ampere": NoteKind("the GPU is older than Ampere"),
+    "compiler-fails": NoteKind("its kernel cannot be compiled: {detail}"),
     "registers-spill": NoteKind("the GPU has too few registers for it"),
     "bitsandbytes-not-loaded": NoteKind("bitsandbytes is not loaded"),
     "fp8-gives-bfloat16": NoteKind(

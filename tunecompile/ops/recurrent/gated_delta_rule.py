@@ -6,6 +6,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from tunecompile._torch import known_bugs
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
 from tunecompile.notes import Note, note
@@ -180,8 +181,11 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> Note | No
         return reason
     if any(x.dtype != torch.bfloat16 for x in (q, k, v)):  # states would overflow fp16
         return note("not-bfloat16", detail=str(q.dtype).removeprefix("torch."))
-    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] < 8:
+    generation = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 0
+    if 0 < generation < 8:
         return note("gpu-before-ampere")
+    if generation == 10 and (fault := known_bugs.DELTA_RULE_ON_SM_100).present:
+        return note("compiler-fails", detail=str(fault))
     if reason := refuse_spills(q):
         return reason
     if initial is not None:
