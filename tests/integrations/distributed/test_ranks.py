@@ -10,9 +10,9 @@ from tests.integrations.distributed.ranks import TIMEOUT, run
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-DDP, FSDP, PARALLEL, PLANS, STARTUP, TRAINERS, ZERO = (
+DDP, EXPERTS, FSDP, PARALLEL, PLANS, STARTUP, TRAINERS, ZERO = (
     f"tests.integrations.distributed.{name}"
-    for name in ("ddp", "fsdp", "parallel", "plans", "startup", "trainers", "zero")
+    for name in ("ddp", "experts", "fsdp", "parallel", "plans", "startup", "trainers", "zero")
 )
 NEEDED = {ZERO: ("deepspeed",), TRAINERS: ("accelerate", "trl", "datasets")}
 
@@ -37,7 +37,10 @@ ALL = [pytest.mark.slow, pytest.mark.timeout(1300)]
     [
         (f"{DDP},{FSDP},{PARALLEL},{PLANS},{STARTUP}", False),
         (ZERO, False),
-        *(pytest.param(module, True, marks=ALL) for module in (DDP, FSDP, PARALLEL, PLANS, STARTUP, TRAINERS, ZERO)),
+        *(
+            pytest.param(module, True, marks=ALL)
+            for module in (DDP, EXPERTS, FSDP, PARALLEL, PLANS, STARTUP, TRAINERS, ZERO)
+        ),
     ],
 )
 def test_on_two_ranks(modules, slow, tmp_path):
