@@ -83,8 +83,8 @@ def test_experts_in_every_state(family):
 
 
 @pytest.mark.slow
-def test_under_autocast_and_in_bfloat16():
-    for dtype, autocast in ((torch.bfloat16, None), (torch.float32, torch.bfloat16)):
+def test_under_autocast_and_in_16_bits():
+    for dtype, autocast in ((torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16)):
         reference = zoo.adapt(zoo.make("qwen3_moe", num_hidden_layers=2, num_experts_per_tok=4).to(dtype), **EXPERTS)
         exact, model = zoo.in_fp32(reference), tunecompile.optimize(copy.deepcopy(reference), executor="eager")
         (_, true), (_, theirs), (_, ours) = (

@@ -194,6 +194,19 @@ def test_adapters_across_the_product_are_left():
     assert "the other way round" in str(seen.refused)
 
 
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, weight, ids: torch.bmm(weight[ids], x.unsqueeze(-1)).squeeze(-1),
+        lambda x, weight, ids: torch.bmm(x.unsqueeze(1), weight[ids].transpose(1, 2)).squeeze(1),
+    ],
+)
+def test_copies_of_matrices_are_told(product):
+    """As transformers' batched_mm writes it, for a few tokens."""
+    seen = check(product, random(3, WIDTH), random(EXPERTS, INNER, WIDTH), torch.tensor([2, 0, 2]), passes=PASSES)
+    assert "copy of its expert's matrix" in str(seen.refused)
+
+
 @pytest.mark.parametrize("what", ["stack", "weight", "b"])
 def test_a_stack_that_is_mutated_is_left(what):
     def layer(x, weight, a, b, ends):

@@ -23,6 +23,7 @@ from tunecompile.ops import adapted_stack, grouped_lora_linear
 __all__ = ["PASS"]
 
 _PRODUCTS = {torch._grouped_mm, torch.ops.aten._grouped_mm.default, getattr(F, "grouped_mm", None)} - {None}
+BATCHED = "each row has a copy of its expert's matrix (experts_implementation='grouped_mm' has none)"
 _PARAMETERS = ("input", "weight", "offs", "bias", "out_dtype")
 #: parameter names of torch and transformers -> ours
 _ALIASES = {"self": "input", "mat_a": "input", "mat2": "weight", "mat_b": "weight"}
@@ -112,6 +113,18 @@ def _stack(weight: Node) -> tuple[Node, tuple | None, bool]:
     return (stack if turned is None else turned), (a, b, scales, transposed), (written is weight) == (turned is None)
 
 
+def _copies_a_matrix_a_row(node: Node) -> bool:
+    """Whether a batched product reads a stack by an index of rows: as many matrices as there are rows are copied."""
+    if node.target not in (torch.bmm, "bmm", torch.matmul, operator.matmul):
+        return False
+    for side in (_written(side) for side in node.args[:2] if isinstance(side, Node)):
+        if side.target is operator.getitem and isinstance(side.args[1], Node):
+            stack, ids = (getattr(value(each), "ndim", None) for each in side.args)
+            if (stack, ids) == (3, 1) and not value(side.args[1]).is_floating_point():
+                return True
+    return False
+
+
 def _build(x, stack, offsets, a, b, scales, transposed):
     return grouped_lora_linear(x, stack, offsets, a, b, scales, transposed, None)[0]
 
@@ -119,11 +132,12 @@ def _build(x, stack, offsets, a, b, scales, transposed):
 def run(graph: Graph, context: Context) -> None:
     tally = MatchCount("experts")
     for node in list(graph.nodes):
-        if not _is_product(node):
+        batched = _copies_a_matrix_a_row(node)
+        if not batched and not _is_product(node):
             continue
         tally.found += 1
         operands = _operands(node)
-        reason = _refusal(graph, operands)
+        reason = BATCHED if batched else _refusal(graph, operands)
         if reason is None:
             stack, adapters, transposed = _stack(operands["weight"])
             a, b, scales, _ = adapters or ((), (), (), transposed)
