@@ -11,6 +11,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
+from tests.support.models import expert_lists
 from tests.support.models.mixtures import MIXTURES, WAYS, make, prepared
 from tests.support.models.packed import named
 from tests.support.notes import BROKEN, EAGER, find
@@ -98,3 +99,19 @@ def test_idle_experts_have_a_gradient_of_0():
         idle = theirs.flatten(1).abs().amax(1).eq(0)
         assert 4 <= idle.sum() < 16 and mine[idle].eq(0).all()
         assert (mine - theirs).norm() < 1e-5 * theirs.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [expert_lists.Loop, expert_lists.LoopOverHit, expert_lists.Masks])
+def test_experts_in_a_list_are_found_in_their_loop(kind):
+    """The graph ends where a loop picks its tokens. An expert is compiled once, for all experts and numbers of tokens."""
+    model, compiles = expert_lists.make(kind), []
+    ours = tunecompile.optimize(copy.deepcopy(model), executor="eager")
+    for seed in range(3):
+        (loss, true), (mine, got) = (zoo.step(each, zoo.batch(seed=seed)) for each in (model, ours))
+        assert max(zoo.errors(got, true).values()) < 1e-5 and abs(mine - loss) < 1e-5
+        compiles.append(tunecompile.report(ours).compiles)
+    report = tunecompile.report(ours)
+    counts = {match.family: (match.found, match.rewritten) for match in report.matches}
+    assert counts["lora"] == (4, 4) and counts["swiglu"] == (1, 1) and find(report, "graph-break"), report
+    assert compiles[0] <= 6 and compiles == compiles[:1] * 3, compiles
