@@ -120,6 +120,11 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
         TileRow(Tile(64, rows=128, num_warps=8, num_stages=1, step=64), cc=90),
         TileRow(Tile(64, rows=64, num_warps=8, num_stages=1, step=64)),
     ),
+    # size: states of a channel. `block` channels a program, or at a time.
+    "scan_ends": (TileRow(Tile(64, num_warps=1)),),
+    "scan_starts": (TileRow(Tile(16, num_warps=1)),),
+    "scan_outputs": (TileRow(Tile(64, num_warps=1)),),
+    "scan_gradients": (TileRow(Tile(8, num_warps=8)),),
     # `block` columns a program, or at a time; `step` keys at a time. Narrower ones read out of bounds in Triton
     # 3.6, so heads of fewer columns are padded.
     "delta_prepare": (TileRow(Tile(64)),),

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installati
 
 from benchmarks._harness import TEMPLATE, attempt, main, randn, relative_error
 from tunecompile.ops import gated_delta_rule
-from tunecompile.templates import delta_rule
+from tunecompile.templates.recurrent import delta_rule
 
 CHUNKS = "torch, in chunks"  #: the op's reference
 SCALE = 0.125

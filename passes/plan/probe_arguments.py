@@ -63,6 +63,13 @@ def _delta_rule(draw: _Draw) -> list:
     return [q, k, v, -decay.abs() * 0.1, beta.sigmoid().to(draw.dtype), None, None, 0.125, EPS]
 
 
+def _selective_scan(draw: _Draw) -> list:
+    """Two chunks and a half; more channels than one block of a program."""
+    x, b, c = draw.normal(1, 80, 12), draw.normal(1, 80, 4), draw.normal(1, 80, 4)
+    dt, a = draw.normal(1, 80, 12).abs(), draw.normal(12, 4, dtype=torch.float32)
+    return [x, dt, -a.abs(), b, c, None, None]
+
+
 def _lora_mlp(draw: _Draw) -> list:
     """Adapters of three ranks over dense weights of gate, up and down."""
     shapes, ranks = ((96, 64), (96, 64), (64, 96)), (4, 8, 3)
@@ -85,6 +92,7 @@ ARGUMENTS: dict[str, Callable[[_Draw], list]] = {
     "dequantize_mxfp4": _mxfp4,
     "varlen_attention": _attention,
     "gated_delta_rule": _delta_rule,
+    "selective_scan": _selective_scan,
     "lora_mlp": _lora_mlp,
 }
 

@@ -40,7 +40,8 @@ def used(asm):
     """(registers of a thread, bytes or registers that were spilled), as the assembler or `cuobjdump` says."""
     if "amdgcn" in asm:
         (registers,) = set(re.findall(r"^\s*\.vgpr_count:\s*(\d+)", asm["amdgcn"], re.M))
-        counts = re.findall(r"(?:vgpr_spill_count|sgpr_spill_count|ScratchSize): (\d+)", asm["amdgcn"])
+        # scalar registers are spilled into lanes of vector registers, which count
+        counts = re.findall(r"(?:vgpr_spill_count|ScratchSize): (\d+)", asm["amdgcn"])
         return int(registers), sum(map(int, counts))
     from triton import knobs
 
@@ -162,10 +163,11 @@ if __name__ == "__main__":
     )
     from tunecompile.templates.attention import backward_pass as attention_backward
     from tunecompile.templates.attention import forward_pass as attention_forward
-    from tunecompile.templates.delta_rule import backward_pass as delta_backward
-    from tunecompile.templates.delta_rule import chunks as delta_chunks
-    from tunecompile.templates.delta_rule import forward_pass as delta_forward
-    from tunecompile.templates.delta_rule import gradients as delta_gradients
+    from tunecompile.templates.recurrent import selective_scan
+    from tunecompile.templates.recurrent.delta_rule import backward_pass as delta_backward
+    from tunecompile.templates.recurrent.delta_rule import chunks as delta_chunks
+    from tunecompile.templates.recurrent.delta_rule import forward_pass as delta_forward
+    from tunecompile.templates.recurrent.delta_rule import gradients as delta_gradients
 
     everything = (
         nf4,
@@ -181,6 +183,7 @@ if __name__ == "__main__":
         delta_forward,
         delta_backward,
         delta_gradients,
+        selective_scan,
         layer_norm,
         attention_forward,
         attention_backward,

@@ -17,6 +17,7 @@ def cases(
     delta_forward,
     delta_backward,
     delta_gradients,
+    selective_scan,
     layer_norm,
     attention,
     attention_backward,
@@ -101,6 +102,9 @@ def cases(
     order, offsets, table = e(512, dtype=torch.int64), e(128, dtype=torch.int32), e(133, 4, dtype=torch.int32)
     tokens, stack, xa, ups = e(64, 2048), e(128, 1536, 2048), e(512, 16), e(128, 16, 1536)
     labels = e(8, dtype=torch.int64)
+    wide_x, wide_dt, wide_a = e(1, 200, 1024), e(1, 200, 1024), e(1024, 16, dtype=torch.float32)
+    spaces, wide_b, total = e(1, 7, 1024, 16, dtype=torch.float32), e(1, 200, 16), e(1, 7, 1024, dtype=torch.float32)
+    scan = [wide_x, wide_dt, wide_a, wide_b, wide_b]
     q = e(2, 64, 32, 128).transpose(1, 2)
     w, x, wide = e(4096), e(64, 4096), e(64, 2 * 14336)
     gate, up = wide[:, :14336], wide[:, 14336:]
@@ -216,6 +220,25 @@ def cases(
         ),
         "experts_zero_idle": (experts.zero_idle, [e(128, 768, 2048), offsets]),
         "experts_zero_behind": (experts.zero_behind, [e(512, 2048), offsets]),
+        "scan_ends": (
+            lambda x, dt, a, b, c, numbers: selective_scan.chunk_ends(x, dt, a, b, numbers),
+            [*scan, numbers],
+        ),
+        "scan_ends_reverse": (
+            lambda x, dt, a, b, c, numbers: selective_scan.chunk_ends(x, dt, a, c, numbers, True),
+            [*scan, numbers],
+        ),
+        "scan_starts": (
+            lambda states, total, a, numbers, last: selective_scan.starts(states, total, a, numbers, 200, last),
+            [spaces, total, wide_a, numbers, spaces[:, 0]],
+        ),
+        "scan_outputs": (selective_scan.outputs, [*scan, numbers, spaces]),
+        "scan_gradients": (
+            lambda g, x, dt, a, b, c, numbers, states, ahead: selective_scan.gradients(
+                g, x, dt, a, b, c, numbers, states, ahead
+            ),
+            [wide_x, *scan, numbers, spaces, spaces],
+        ),
         "delta_prepare": (
             lambda k, v, g, beta, numbers: delta_chunks.prepare(k, v, g, beta, numbers),
             [*heads[1:], sums, rates, numbers],

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 from tests.support.ops.recurrent import operands, recurrence  # noqa: E402
 from tunecompile.ops.recurrent.documents import document_of  # noqa: E402
-from tunecompile.templates import delta_rule  # noqa: E402
+from tunecompile.templates.recurrent import delta_rule  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 #: Triton's interpreter multiplies no bf16

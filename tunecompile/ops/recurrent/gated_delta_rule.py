@@ -205,7 +205,7 @@ def documents_in(q: Tensor, offsets: Tensor | None) -> Tensor | None:
     because="chunks in parallel, states in registers; the loop over chunks is inside a kernel",
 )
 def _(q, k, v, g, beta, initial, offsets, scale, eps):
-    from tunecompile.templates import delta_rule
+    from tunecompile.templates.recurrent import delta_rule
 
     q, k = (unit(x.float(), eps).value.to(x.dtype) for x in (q, k))
     return delta_rule.forward(
@@ -250,7 +250,7 @@ def gated_delta_rule_backward(
     because="chunks in parallel, states' gradients in registers",
 )
 def _(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps, *, used):
-    from tunecompile.templates import delta_rule
+    from tunecompile.templates.recurrent import delta_rule
 
     documents, units = documents_in(q, offsets), [unit(x.float(), eps) for x in (q, k)]
     queries, keys = (each.value.to(q.dtype) for each in units)

@@ -7,12 +7,16 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.fake_tensors import is_fake
-from tunecompile.ir.op import Cost, op
+from tunecompile.ir.op import Cost, has_triton, op
+from tunecompile.ir.pretend_gpu import on_gpu
+from tunecompile.notes import Note, note
 from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.recurrent.gated_delta_rule import documents_in
 from tunecompile.ops.recurrent.scan_chunks import CHUNK, ScanChunks, in_chunks, kept_at
 
 __all__ = ["scan_chunks", "scan_chunks_backward", "selective_scan", "selective_scan_backward"]
 
+MOST_STATES = 64  #: of a channel, which the template holds in registers
 AT_ONCE = 1 << 26  #: states of tokens that are held at once: channels are computed in groups
 
 
@@ -135,6 +139,29 @@ def selective_scan(
     return scan_chunks(x, dt, a, b, c, initial, offsets)
 
 
+def _refuse(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, initial: Tensor | None) -> Note | None:
+    if not all(map(on_gpu, (x, dt, a, b, c))):
+        return note("not-on-gpu")
+    if not has_triton():
+        return note("no-triton")
+    if x.dtype == torch.float64:  # as the references of tests are
+        return note("not-half-precision", detail="float64")
+    if initial is not None:
+        return note("state-to-begin-with")
+    return None if a.shape[1] <= MOST_STATES else note("states-of-a-channel", states=a.shape[1], limit=MOST_STATES)
+
+
+@selective_scan.provider(
+    "triton",
+    refuses=_refuse,
+    because="chunks in parallel, states in registers: none of a token lies in memory",
+)
+def _(x, dt, a, b, c, initial, offsets):
+    from tunecompile.templates.recurrent import selective_scan as template
+
+    return template.forward(*(t.contiguous() for t in (x, dt, a, b, c)), documents_in(x, offsets))
+
+
 @selective_scan.backward(
     saves=("x", "dt", "a", "b", "c", "initial", "offsets"),
     gives=("x", "dt", "a", "b", "c", "initial"),
@@ -162,3 +189,16 @@ def selective_scan_backward(
         [dx, ddt, da, db, dc, dinitial], with shape and dtype of the inputs.
     """
     return scan_chunks_backward(grad, grad_final, x, dt, a, b, c, initial, offsets)
+
+
+@selective_scan_backward.provider(
+    "triton",
+    refuses=_refuse,
+    because="chunks in parallel, states and their gradients in registers",
+)
+def _(grad, grad_final, x, dt, a, b, c, initial, offsets, *, used):
+    from tunecompile.templates.recurrent import selective_scan as template
+
+    given = (t.contiguous() for t in (grad, grad_final, x, dt, a, b, c))
+    made = template.backward(*given, documents_in(x, offsets), with_a=used[2])
+    return [*(y if y is None else y.to(t.dtype) for t, y in zip((x, dt, a, b, c), made)), None]

@@ -63,7 +63,7 @@ def _refuse(c: Tensor, b: Tensor, x: Tensor, initial: Tensor | None) -> Note | N
     because="chunks in parallel, states in registers",
 )
 def _(c, b, x, g, dt, initial, offsets):
-    from tunecompile.templates import delta_rule
+    from tunecompile.templates.recurrent import delta_rule
 
     documents = documents_in(c, offsets)
     return delta_rule.forward(c, b, x, g.contiguous(), dt.contiguous(), offsets, documents, scale=1.0, delta=False)
@@ -104,7 +104,7 @@ def ssd_scan_backward(
     because="chunks in parallel, states' gradients in registers",
 )
 def _(grad, grad_final, c, b, x, g, dt, initial, offsets, *, used):
-    from tunecompile.templates import delta_rule
+    from tunecompile.templates.recurrent import delta_rule
 
     made = delta_rule.backward(
         grad,

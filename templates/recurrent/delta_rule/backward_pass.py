@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._launch import launch, next_power_of_2
+from ..._launch import launch, next_power_of_2
 from .chunks import documents_at, pairs_of, prepare, row_of
 from .forward_pass import scan as scan_forward
 from .gradients import Operands, operands, products

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import _tiles
-from .._launch import launch, next_power_of_2
+from ... import _tiles
+from ..._launch import launch, next_power_of_2
 from .chunks import chunks_of, documents_at, pairs_of, prepare, row_of, rows, sizes
 
 __all__ = ["States", "forward", "outputs", "scan"]

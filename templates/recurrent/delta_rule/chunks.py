@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import _tiles
-from .._launch import launch
+from ... import _tiles
+from ..._launch import launch
 
 __all__ = ["CHUNK", "Chunks", "chunks_of", "documents_at", "pairs_of", "prepare", "row_of", "rows", "sizes"]
 

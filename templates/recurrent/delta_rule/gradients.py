@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import _tiles
-from .._launch import launch
+from ... import _tiles
+from ..._launch import launch
 from .chunks import CHUNK, chunks_of, documents_at, pairs_of, row_of, rows
 
 __all__ = ["Operands", "operands", "products"]

@@ -1,0 +1,1 @@
+"""Kernels that go from token to token: delta rules, and state spaces."""
