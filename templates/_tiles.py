@@ -1,18 +1,20 @@
 """Tile sizes by kernel, architecture, dtype and shape bucket: a table, so that launches need no measurement.
 
-Rows are tried in order and the first that fits wins. ``cc`` is the least compute capability
-(90 = Hopper), ``itemsize`` the bytes of an element of the large tensor, ``upto`` the largest size
-(whatever size the kernel's file names) of the bucket; None fits all. A new measurement is a new row.
+Rows are tried in order and the first that fits wins. ``shared`` is the least shared memory that a program
+of the card may take, in bytes, ``itemsize`` the bytes of an element of the large tensor, ``upto`` the
+largest size (whatever size the kernel's file names) of the bucket; None fits all. A new measurement is a
+new row.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 
+from tunecompile._torch import card
+
 __all__ = ["TABLE", "Tile", "TileRow", "find", "pick"]
 
-AMPERE = 80
+LARGE = 232448  #: bytes of shared memory of Hopper's and Blackwell's data centre cards
 THREADS = 1024  #: of a program, at most
 
 
@@ -30,7 +32,7 @@ class TileRow(NamedTuple):
     """A tile, and the launches for which it is used."""
 
     tile: Tile  #: the tile
-    cc: int = 0  #: the least compute capability, times ten
+    shared: int = 0  #: the least shared memory of a program, in bytes: others take later rows, which fit 64 KiB
     itemsize: int | None = None  #: bytes an element of the large tensor; None: any
     upto: int | None = None  #: the largest size, in the units that `TABLE` names for the kernel; None: any
 
@@ -56,7 +58,7 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
     # size: vocabulary. 32 warps make one program fill an SM, so that the rows in flight (132 x 256 KB) stay in L2 and
     # the second pass over a row does not go to memory again.
     "cross_entropy": (
-        TileRow(Tile(16384, num_warps=32, num_stages=1), cc=90, itemsize=2),
+        TileRow(Tile(16384, num_warps=32, num_stages=1), shared=LARGE, itemsize=2),
         TileRow(Tile(8192, num_warps=16, num_stages=2)),
     ),
     # size: hidden size. Wide rows: a program a row. Narrow ones (q and k norms): several rows a program.
@@ -86,14 +88,12 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
     # for all sizes, since products of the same rows share their tiles.
     "experts": (
         TileRow(Tile(128, rows=128, num_warps=8, num_stages=2, step=32), itemsize=4),
-        TileRow(Tile(128, rows=128, num_warps=8, num_stages=3, step=64), cc=120),
-        TileRow(Tile(256, rows=128, num_warps=8, num_stages=4, step=64), cc=90),
+        TileRow(Tile(256, rows=128, num_warps=8, num_stages=4, step=64), shared=LARGE),
         TileRow(Tile(128, rows=128, num_warps=8, num_stages=3, step=64)),
     ),
     "experts_narrow": (
         TileRow(Tile(64, rows=128, num_warps=4, num_stages=3, step=32), itemsize=4),
-        TileRow(Tile(64, rows=128, num_warps=4, num_stages=3, step=64), cc=120),
-        TileRow(Tile(64, rows=128, num_warps=4, num_stages=3, step=128), cc=90),
+        TileRow(Tile(64, rows=128, num_warps=4, num_stages=3, step=128), shared=LARGE),
         TileRow(Tile(64, rows=128, num_warps=4, num_stages=3, step=64)),
     ),
     # size: the padded rank. `block` columns a program, `step` rows at a time.
@@ -108,16 +108,14 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
     "attention": (
         TileRow(Tile(64, rows=64, num_warps=4, num_stages=1, step=64), itemsize=4),
         TileRow(Tile(128, rows=128, num_warps=8, num_stages=2, step=64), upto=128),
-        TileRow(Tile(64, rows=64, num_warps=4, num_stages=1, step=64), cc=120),
-        TileRow(Tile(128, rows=128, num_warps=8, num_stages=1, step=64), cc=90),
+        TileRow(Tile(128, rows=128, num_warps=8, num_stages=1, step=64), shared=LARGE),
         TileRow(Tile(64, rows=64, num_warps=4, num_stages=1, step=64)),
     ),
     # the same, or `block` keys and `step` queries
     "attention_backward": (
         TileRow(Tile(64, rows=64, num_warps=8, num_stages=1, step=64), itemsize=4),
         TileRow(Tile(64, rows=128, num_warps=4, num_stages=1, step=64), upto=128),
-        TileRow(Tile(64, rows=64, num_warps=8, num_stages=1, step=64), cc=120),
-        TileRow(Tile(64, rows=128, num_warps=8, num_stages=1, step=64), cc=90),
+        TileRow(Tile(64, rows=128, num_warps=8, num_stages=1, step=64), shared=LARGE),
         TileRow(Tile(64, rows=64, num_warps=8, num_stages=1, step=64)),
     ),
     # size: states of a channel. `block` channels a program, or at a time.
@@ -136,21 +134,12 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
 }
 
 
-@functools.cache
-def _card(index: int | None) -> tuple[int, int]:
-    """(compute capability, threads of a warp). AMD's cards take the tiles that fit 64 KiB, those of Ampere."""
-    if torch.version.hip:
-        return AMPERE, torch.cuda.get_device_properties(index).warp_size
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor, 32
-
-
-def find(kernel: str, cc: int, itemsize: int, size: int, warp: int = 32) -> Tile:
+def find(kernel: str, shared: int, itemsize: int, size: int, warp: int = 32) -> Tile:
     """The first row of a kernel's table that fits.
 
     Args:
         kernel: a key of ``TABLE``.
-        cc: compute capability, times ten.
+        shared: bytes of shared memory that a program may take.
         itemsize: bytes an element.
         size: in the units that the table names for the kernel: elements, rows or columns.
         warp: threads of a warp; a program has at most 1024.
@@ -162,9 +151,9 @@ def find(kernel: str, cc: int, itemsize: int, size: int, warp: int = 32) -> Tile
         LookupError: none fits.
     """
     for row in TABLE[kernel]:
-        if cc >= row.cc and row.itemsize in (None, itemsize) and (row.upto is None or size <= row.upto):
+        if shared >= row.shared and row.itemsize in (None, itemsize) and (row.upto is None or size <= row.upto):
             return row.tile._replace(num_warps=min(row.tile.num_warps, THREADS // warp))
-    raise LookupError(f"no tile for {kernel}: compute capability {cc}, {itemsize} bytes an element, size {size}")
+    raise LookupError(f"no tile for {kernel}: {shared} B of shared memory, {itemsize} bytes an element, size {size}")
 
 
 def pick(kernel: str, tensor: torch.Tensor, size: int) -> Tile:
@@ -176,7 +165,7 @@ def pick(kernel: str, tensor: torch.Tensor, size: int) -> Tile:
         size: in the units that the table names for the kernel: elements, rows or columns.
 
     Returns:
-        The first that fits; compute capability counts as 0 where the tensor is on no GPU.
+        The first that fits; shared memory counts as 0 where the tensor is on no GPU.
     """
-    cc, warp = _card(tensor.device.index) if tensor.is_cuda and torch.cuda.is_available() else (0, 32)
-    return find(kernel, cc, tensor.element_size(), size, warp)
+    shared, warp = card.shared_memory(tensor.device), card.warp_size(tensor.device)
+    return find(kernel, shared, tensor.element_size(), size, warp)

@@ -196,7 +196,7 @@ def test_the_largest_call_decides(monkeypatch):
         lambda q, k: attention(q, q, q) + attention(q, k, k), torch.randn(1, 2, 8, 4), torch.randn(1, 2, 64, 4)
     )
     seen = []
-    monkeypatch.setattr(attention_backend, "_enabled", lambda: attention_backend.DEFAULT)
+    monkeypatch.setattr(attention_backend, "_enabled", lambda device: attention_backend.DEFAULT)
     attention_backend.choose(gm, "cuda", lambda call, backend, device: seen.append(call.kv_length) or 1.0)
     assert set(seen) == {64}
     assert attention_backend.choose(gm, "cpu") is None

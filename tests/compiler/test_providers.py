@@ -96,5 +96,5 @@ def test_ops_with_providers_have_no_defaults():
 def test_kernels_that_would_spill_are_torchs(hip, warp, refuses, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(warp_size=warp))
-    assert (refuse_spills(SimpleNamespace(is_cuda=True, device="cuda")) is not None) == refuses
+    assert (refuse_spills(SimpleNamespace(is_cuda=True, device=torch.device("cuda"))) is not None) == refuses
     assert refuse_spills(torch.empty(2)) is None

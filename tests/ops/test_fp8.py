@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 from tests.support.ops.arguments import fp8_case, fp8_provider, lora_leaves, with_lora_leaves
 from tests.support.ops.checks import error
 from tunecompile._torch import known_bugs
+from tunecompile._torch.card import acting_as
 from tunecompile._torch.fake_tensors import trace
 from tunecompile.ir.op import OPS
 from tunecompile.notes import note
@@ -214,19 +215,19 @@ def traced(run, args, mode) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "capability, version, reason",
+    "card, version, reason",
     [
-        ((8, 9), "2.11.0", ("known-bug", "pytorch#177651")),
-        ((8, 9), "2.12.0", None),
-        ((9, 0), "2.11.0", None),
-        ((8, 6), "2.13.0", ("fp8-gpu", "8.6")),
+        ("rtx4090", "2.11.0", ("known-bug", "pytorch#177651")),
+        ("rtx4090", "2.12.0", None),
+        ("h100", "2.11.0", None),
+        ("rtx3090", "2.13.0", ("fp8-gpu", "8.6")),
+        ("rtx5090", "2.13.0", ("fp8-gpu", "12.0")),
     ],
 )
-def test_which_gpus_take_it(capability, version, reason, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+def test_which_gpus_take_it(card, version, reason, monkeypatch):
     monkeypatch.setattr(fp8, "has_triton", lambda: True)
     monkeypatch.setattr(known_bugs, "installed", lambda package: known_bugs.TorchVersion(version))
-    with FakeTensorMode():
+    with FakeTensorMode(), acting_as(card):
         refused = fp8.refuse(torch.empty(4, 64, dtype=torch.bfloat16, device="cuda"), [32])
     assert refused is None if reason is None else (refused.code == reason[0] and reason[1] in refused.detail)
 

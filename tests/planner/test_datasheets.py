@@ -11,7 +11,7 @@ def test_figures_are_plausible(gpu):
     assert (
         50 < gpu.tflops < 5000
         and 0.2 < gpu.bandwidth < 20
-        and 16 < gpu.memory / 2**30 < 300
+        and 14 < gpu.memory / 2**30 < 300
         and gpu.source.startswith("https://")
     )
     assert gpu.nvlink == 0 or gpu.nvlink > gpu.pcie

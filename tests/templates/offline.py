@@ -14,7 +14,7 @@ import tempfile
 import torch
 from offline_cases import cases
 
-from tunecompile._torch import known_bugs
+from tunecompile._torch import card, known_bugs
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -62,9 +62,9 @@ def half(args, cc):
 
 def refused_on(architecture, cc):
     """Kernels whose ops are torch's there: no e4m3, older than Ampere, registers that would spill."""
-    products = ("experts", "delta", "attention")
+    products = ("experts", "delta", "attention", "lora_mlp")
     faulty = ("delta_operands",) * (architecture == "100" and known_bugs.DELTA_RULE_ON_SM_100.present)
-    return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:] * (architecture == "gfx1100") + faulty
+    return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:3] * (architecture == "gfx1100") + faulty
 
 
 def compile_for(architectures, modules, only=None):
@@ -78,8 +78,9 @@ def compile_for(architectures, modules, only=None):
     for architecture in architectures:
         target, cc = target_of(architecture)
         warp = target.warp_size
-        _tiles.pick = lambda kernel, tensor, size, cc=cc, warp=warp: _tiles.find(
-            kernel, cc, tensor.element_size(), size, warp
+        shared = card.SHARED.get(divmod(cc, 10), card.LDS) if architecture.isdigit() else card.LDS
+        _tiles.pick = lambda kernel, tensor, size, shared=shared, warp=warp: _tiles.find(
+            kernel, shared, tensor.element_size(), size, warp
         )
         for name, (function, args) in cases(*modules).items():
             if name != only if only else name.startswith(refused_on(architecture, cc)):

@@ -43,7 +43,7 @@ def test_programs_have_at_most_1024_threads():
     for kernel, rows in _tiles.TABLE.items():
         for row in rows:
             for warp in (32, 64):
-                tile = _tiles.find(kernel, 80, row.itemsize or 2, row.upto or 1 << 30, warp)
+                tile = _tiles.find(kernel, 65536, row.itemsize or 2, row.upto or 1 << 30, warp)
                 assert tile.num_warps * warp <= 1024, kernel
 
 

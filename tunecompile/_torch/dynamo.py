@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -231,3 +232,11 @@ def mark_dynamic(tensor: torch.Tensor, dims: int | list[int]) -> None:
     """
     if not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
         _maybe_mark_dynamic(tensor, dims)
+
+
+def under_way() -> Iterator[FrameType]:
+    """Python's frames: the functions under way, from the one that iterates outwards."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -32,6 +32,7 @@ SUPPORTED = {"torch": "2.11", "transformers": "5.0", "peft": "0.18", "bitsandbyt
 OPTIONAL = {"transformers": "hf", "peft": "hf", "bitsandbytes": "qlora", "trl": "trl"}  #: the extra that installs it
 VARIABLES = {  #: variables that change a training, and how; None: an ordinary setting
     "TUNECOMPILE": "0 switches tunecompile off",
+    "TUNECOMPILE_AS": "the GPU behaves as another card, with its memory",
     "TUNECOMPILE_DUMP": "every graph is written, and caches are not used",
     "TUNECOMPILE_PASSES": None,
     "TUNECOMPILE_CACHE": None,

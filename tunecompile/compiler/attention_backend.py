@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 from torch.nn.attention import current_flash_attention_impl
 
 from tunecompile._torch.autograd import outside_compilation
+from tunecompile._torch.card import AMPERE, capability, older_than
 from tunecompile._torch.cuda import attention_order, occupy_gpu
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.compiler import tuning_cache
@@ -119,7 +120,7 @@ def choose(
     Returns:
         The order; None on a device with one kernel only.
     """
-    enabled = _enabled()
+    enabled = _enabled(torch.device(device))
     if device != "cuda" or not enabled:
         return None
     found: list[tuple[AttentionCall, torch.device]] = [call for call in map(_call, _nodes(gm)) if call is not None]
@@ -278,8 +279,7 @@ def notes() -> list[Note]:
         torch.version.cuda
         and importlib.util.find_spec("flash_attn_interface")
         and current_flash_attention_impl() is None
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability() == (9, 0)
+        and capability(torch.device("cuda")) == (9, 0)
     ):
         return [note("flash-attention-3")]
     return []
@@ -329,15 +329,19 @@ def _call(node: Node) -> tuple[AttentionCall, torch.device] | None:
     ), q.device
 
 
-def _enabled() -> tuple[str, ...]:
-    """The default order without backends that the user switched off (`sdpa_kernel` or `torch.backends.cuda`)."""
+def _enabled(device: torch.device) -> tuple[str, ...]:
+    """The default order without backends that the GPU does not have, or that the user switched off.
+
+    (By `sdpa_kernel` or `torch.backends.cuda`.)
+    """
     flags = {
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
         "flash": torch.backends.cuda.flash_sdp_enabled,
         "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
         "math": torch.backends.cuda.math_sdp_enabled,
     }
-    return tuple(name for name in DEFAULT if flags[name]())
+    absent = ("cudnn", "flash") if older_than(device, AMPERE) else ()
+    return tuple(name for name in DEFAULT if name not in absent and flags[name]())
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from tunecompile._torch import known_bugs
+from tunecompile._torch.card import has_bfloat16
 from tunecompile._torch.cuda import attention_order
 from tunecompile._torch.dynamo import TensorifyScalarRestartAnalysis, current_frame, specialize_floats
 from tunecompile._torch.inductor import InductorError, Keep, Wrap, compile_eager, compile_inductor
@@ -113,6 +114,9 @@ class Backend:
             floats_change: whether floats of the host change from batch to batch. They stay symbols, and patterns that
                 bind them do not match.
         """
+        if without_bfloat16(inputs):
+            self.failures.append(note("not-compiled", self.region, note("gpu-without-bfloat16")))
+            return gm.forward
         if not floats_change:
             specialize_floats(gm)  # patterns bind scales and epsilons as constants
         try:
@@ -314,6 +318,12 @@ class WeakBackend:
     def __call__(self, gm: GraphModule, inputs: list) -> Callable:
         method = self.method()
         return gm.forward if method is None else method(gm, inputs)
+
+
+def without_bfloat16(inputs: list) -> bool:
+    """Whether there are bfloat16 tensors on a GPU that lacks it: Inductor refuses these only behind all passes."""
+    half = (each for each in inputs if isinstance(each, torch.Tensor) and each.dtype == torch.bfloat16)
+    return any(not has_bfloat16(each.device) for each in half)
 
 
 def _device_type(inputs: list) -> str:

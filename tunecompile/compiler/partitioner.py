@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from tunecompile._torch.card import emulated
 from tunecompile._torch.inductor import CustomGraphPass, CustomPartitionerFn, min_cut_rematerialization_partition
 from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
 from tunecompile.compiler.weight_layout import give_matrices, movable, replaceable
@@ -64,7 +65,8 @@ class _Hook:
             ",".join(p.name if p.package is None else f"{p.name} of {p.package.key}" for p in live(self.passes)),
             self.context,
         )
-        return f"{source_hash()}:{passes}:{context.plan.key}:{context.precision}:{','.join(context.attention)}"
+        card = f":{emulated()}" if emulated() else ""
+        return f"{source_hash()}:{passes}:{context.plan.key}:{context.precision}:{','.join(context.attention)}{card}"
 
     def __reduce__(self) -> tuple:
         return str, (self.uuid(),)

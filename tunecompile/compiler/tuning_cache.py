@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from tunecompile._torch.card import emulated
 from tunecompile._torch.inductor import cache_folder
 from tunecompile.compiler.compile_cache import make_private
 
@@ -37,7 +38,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda or torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
         "triton": triton,
-    }
+    } | ({"as": emulated()} if emulated() else {})
 
 
 def _path(kind: str, key: dict[str, Any]) -> Path:

@@ -218,7 +218,7 @@ def rehearse(
             torch.enable_grad(),
             torch.random.fork_rng([device] if cuda else []),
             static_shapes(),
-            contextlib.nullcontext() if gpu is None else as_on_gpu(),
+            contextlib.nullcontext() if gpu is None else as_on_gpu(gpu.name),
         ):
             stage.model(
                 ids, **_blank_mask(stage.model, ids, fakes)

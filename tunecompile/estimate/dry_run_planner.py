@@ -19,9 +19,9 @@ from tunecompile.ir.op import OPS
 from tunecompile.notes import Note, note
 from tunecompile.planner import candidates
 from tunecompile.planner.cost_model import Work, beside_layers, is_attention
-from tunecompile.planner.datasheets import GpuSpec
+from tunecompile.planner.datasheets import GpuSpec, rates_of
 from tunecompile.planner.device_memory import MARGIN, Gauge, Spec, budget_bytes, gradient_bytes
-from tunecompile.planner.hardware import Rates, measure_rates
+from tunecompile.planner.hardware import Rates
 from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan, PlanOption, choose
 from tunecompile.planner.step_plan import (
     RECORDED,
@@ -211,7 +211,7 @@ class DryRunPlanner:
 
     def rates(self) -> Rates:
         """Rates of the GPU to plan for, or measured on the model's device."""
-        return self.gpu.rates if self.gpu is not None else measure_rates(self.device, compute_dtype(self.device))
+        return self.gpu.rates if self.gpu is not None else rates_of(self.device, compute_dtype(self.device))
 
     def most_tokens(self) -> int:
         """The largest batch that fits. Bytes are taken to follow tokens."""

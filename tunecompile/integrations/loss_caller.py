@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tunecompile._torch.frames import under_way
+from tunecompile._torch.dynamo import under_way
 from tunecompile.notes import Note, note
 
 _LOSSES = (

@@ -59,6 +59,7 @@ from typing import Any
 
 import torch
 
+from tunecompile._torch.card import has_bfloat16, warp_size
 from tunecompile.errors import InvalidOp
 from tunecompile.ir.dispatch import Formula, refuse_second_derivative, register_formula, without_autocast
 from tunecompile.ir.pretend_gpu import on_gpu
@@ -361,6 +362,8 @@ def refuse_gpu(*tensors: torch.Tensor, triton: bool = True) -> Note | None:
         return note("not-on-gpu")
     if wide := [t for t in tensors if t.dtype not in HALF]:
         return note("not-half-precision", detail=str(wide[0].dtype).removeprefix("torch."))
+    if any(t.dtype == torch.bfloat16 and not has_bfloat16(t.device) for t in tensors):
+        return note("gpu-without-bfloat16")
     return note("no-triton") if triton and not has_triton() else None
 
 
@@ -370,7 +373,7 @@ def refuse_spills(tensor: torch.Tensor) -> Note | None:
     Args:
         tensor: on AMD's cards with warps of 32 threads (RDNA) such kernels spill, as compiled for gfx1100.
     """
-    narrow = torch.version.hip and tensor.is_cuda and torch.cuda.get_device_properties(tensor.device).warp_size < 64
+    narrow = torch.version.hip and tensor.is_cuda and warp_size(tensor.device) < 64
     return note("registers-spill") if narrow else None
 
 

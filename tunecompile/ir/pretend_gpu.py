@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tunecompile._torch.card import acting_as
+
 _pretending = contextvars.ContextVar("pretending", default=False)
 
 
@@ -28,11 +30,15 @@ def pretending() -> bool:
 
 
 @contextlib.contextmanager
-def as_on_gpu() -> Iterator[None]:
-    """Treat all tensors as if they were on a GPU. Code that is compiled inside must not run."""
+def as_on_gpu(card: str | None = None) -> Iterator[None]:
+    """Treat all tensors as if they were on a GPU. Code that is compiled inside must not run.
+
+    Args:
+        card: its name in `tunecompile._torch.card`; None for one that takes all that templates can do.
+    """
     before = _pretending.set(True)
     try:
-        with _driver():
+        with _driver(), acting_as(card):
             yield
     finally:
         _pretending.reset(before)

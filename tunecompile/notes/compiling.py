@@ -8,6 +8,10 @@ NOTES = {
         "torch lacks a function that tunecompile requires. Install the version of torch that the note names, or a "
         "newer tunecompile. The model trains as it would without tunecompile.",
     ),
+    "emulated-card": NoteKind(
+        "choices and memory are those of a {subject}, as {detail} asks",
+        "For tests of choices on a card that is not there. Unset the variable to train.",
+    ),
     "lost-name": NoteKind(
         "{detail}",
         "The package has removed or renamed a function that it does not document. The numbers are right. Install the "

@@ -27,6 +27,10 @@ REASONS = {
     "torch-is-faster": NoteKind("torch's kernels are faster for {subject}"),
     "gpu-before-ampere": NoteKind("the GPU is older than Ampere"),
     "compiler-fails": NoteKind("its kernel cannot be compiled: {detail}"),
+    "gpu-without-bfloat16": NoteKind(
+        "the GPU does not compute in bfloat16",
+        "Train in float16: load the model in it, and ask the trainer for fp16.",
+    ),
     "registers-spill": NoteKind("the GPU has too few registers for it"),
     "bitsandbytes-not-loaded": NoteKind("bitsandbytes is not loaded"),
     "fp8-gives-bfloat16": NoteKind(

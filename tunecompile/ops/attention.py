@@ -7,6 +7,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from tunecompile._torch.card import AMPERE, older_than
 from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
@@ -266,8 +267,7 @@ def _refuse_gpu(q: Tensor, k: Tensor, v: Tensor, triton: bool) -> Note | None:
         return reason
     if not q.dtype == k.dtype == v.dtype:
         return note("dtypes-differ", "queries, keys and values")
-    old = torch.cuda.is_available() and torch.cuda.get_device_capability(q.device) < (8, 0)
-    return note("gpu-before-ampere") if old else None
+    return note("gpu-before-ampere") if older_than(q.device, AMPERE) else None
 
 
 def _refuse_flash(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Note | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tunecompile._torch.card import capability
 from tunecompile._torch.known_bugs import ROW_SCALES_ON_ADA
 from tunecompile.ir.op import has_triton
 from tunecompile.notes import Note, note
@@ -55,9 +56,10 @@ def refuse(x: Tensor, rows: Sequence[int]) -> Note | None:
         return note("fp8-weight-shape", rows=n, columns=k, limit=WIDEST)
     if x.is_cuda and not has_triton():
         return note("no-triton")
-    if x.is_cuda and (capability := torch.cuda.get_device_capability(x.device)) not in ((8, 9), (9, 0), (10, 0)):
-        return note("fp8-gpu", detail=f"{capability[0]}.{capability[1]}")
-    if x.is_cuda and capability == (8, 9) and ROW_SCALES_ON_ADA.present:
+    found = capability(x.device)
+    if found is not None and found not in ((8, 9), (9, 0), (10, 0)):
+        return note("fp8-gpu", detail=f"{found[0]}.{found[1]}")
+    if found == (8, 9) and ROW_SCALES_ON_ADA.present:
         return note("known-bug", ROW_SCALES_ON_ADA.package, str(ROW_SCALES_ON_ADA))
     return None
 

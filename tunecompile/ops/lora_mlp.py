@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tunecompile._torch.card import AMPERE, older_than
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
@@ -124,6 +125,8 @@ def _refuse(x, weights, packed, a, b, activation) -> Note | None:
     """Why the template cannot run, or None."""
     if reason := refuse_gpu(x):
         return reason
+    if older_than(x.device, AMPERE):
+        return note("gpu-before-ampere")
     if activation not in ("silu", "gelu_tanh"):
         return note("activation-not-supported", detail=activation)
     if (rank := max(m.shape[0] for m in a)) > MAX_RANK:

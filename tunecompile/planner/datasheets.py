@@ -9,9 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+import torch
+
+from tunecompile._torch.card import CARDS, emulated
 from tunecompile.errors import UnknownGpu
 from tunecompile.planner.device_memory import HostGauge, budget_bytes
-from tunecompile.planner.hardware import Rates
+from tunecompile.planner.hardware import Rates, measure_rates
 
 #: share of the datasheet's operations that a lone product of 8192 x 8192 x 8192 reaches: 790 TFLOP/s on an H200
 MATMUL = 0.80
@@ -34,8 +37,6 @@ ATTENTION = 1.52
 #: 16,384
 SHORT = 840
 NARROW = 0.74  #: factor for heads of 64 elements: 633 TFLOP/s at 2,048 tokens
-USABLE = 0.985  #: share of the datasheet's memory that torch reports
-ECC = 0.925  #: the same where error correction takes part of the memory
 HOST = 64 << 30  #: bytes of host memory for each GPU, where none are given
 CONTEXT = 860 << 20  #: bytes of CUDA's context and libraries: 850 to 910 MiB in the processes of `benchmarks/results/`
 
@@ -46,7 +47,7 @@ class GpuSpec:
 
     name: str  #: as `--gpu` takes it
     title: str  #: as its maker calls it
-    tflops: float  #: 1e12 dense operations a second, in bf16 with sums in fp32
+    tflops: float  #: 1e12 dense operations a second, in bf16 (a T4: fp16) with sums in fp32
     bandwidth: float  #: of its memory, in 1e12 bytes a second
     memory: int  #: bytes that torch would report
     nvlink: float  #: in 1e9 bytes a second; 0 where there is none
@@ -75,17 +76,13 @@ def _gpu(
     title: str,
     tflops: float,
     bandwidth: float,
-    gib: float,
     nvlink: float,
     pcie: float,
     source: str,
-    ecc: bool = False,
     measured: bool = False,
 ) -> GpuSpec:
-    """A datasheet whose memory is given in GiB."""
-    return GpuSpec(
-        name, title, tflops, bandwidth, int((ECC if ecc else USABLE) * gib * 2**30), nvlink, pcie, source, measured
-    )
+    """A datasheet, with the memory that `CARDS` has for the name."""
+    return GpuSpec(name, title, tflops, bandwidth, CARDS[name].memory, nvlink, pcie, source, measured)
 
 
 _DATASHEETS = "https://www.nvidia.com/en-us/data-center"
@@ -94,44 +91,41 @@ _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-a
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("b200", "NVIDIA B200 SXM", 2250, 8.0, 180, 900, 64, f"{_DATASHEETS}/hgx"),
-        _gpu("h200", "NVIDIA H200 SXM", 989, 4.8, 141, 450, 64, f"{_DATASHEETS}/h200", measured=True),
-        _gpu("h100", "NVIDIA H100 SXM", 989, 3.35, 80, 450, 64, f"{_DATASHEETS}/h100"),
-        _gpu("h100-pcie", "NVIDIA H100 PCIe", 756, 2.0, 80, 0, 64, f"{_DATASHEETS}/h100"),
-        _gpu("h100-nvl", "NVIDIA H100 NVL", 835, 3.9, 94, 300, 64, f"{_DATASHEETS}/h100"),
-        _gpu("a100-80", "NVIDIA A100 SXM 80 GB", 312, 2.039, 80, 300, 32, f"{_DATASHEETS}/a100"),
-        _gpu("a100-40", "NVIDIA A100 SXM 40 GB", 312, 1.555, 40, 300, 32, f"{_DATASHEETS}/a100"),
-        _gpu("l40s", "NVIDIA L40S", 362, 0.864, 48, 0, 32, f"{_DATASHEETS}/l40s", ecc=True),
-        _gpu("l4", "NVIDIA L4", 121, 0.3, 24, 0, 32, f"{_DATASHEETS}/l4", ecc=True),
-        _gpu("a10", "NVIDIA A10", 125, 0.6, 24, 0, 32, f"{_DATASHEETS}/products/a10-gpu", ecc=True),
+        _gpu("b200", "NVIDIA B200 SXM", 2250, 8.0, 900, 64, f"{_DATASHEETS}/hgx"),
+        _gpu("h200", "NVIDIA H200 SXM", 989, 4.8, 450, 64, f"{_DATASHEETS}/h200", measured=True),
+        _gpu("h100", "NVIDIA H100 SXM", 989, 3.35, 450, 64, f"{_DATASHEETS}/h100"),
+        _gpu("h100-pcie", "NVIDIA H100 PCIe", 756, 2.0, 0, 64, f"{_DATASHEETS}/h100"),
+        _gpu("h100-nvl", "NVIDIA H100 NVL", 835, 3.9, 300, 64, f"{_DATASHEETS}/h100"),
+        _gpu("a100-80", "NVIDIA A100 SXM 80 GB", 312, 2.039, 300, 32, f"{_DATASHEETS}/a100"),
+        _gpu("a100-40", "NVIDIA A100 SXM 40 GB", 312, 1.555, 300, 32, f"{_DATASHEETS}/a100"),
+        _gpu("l40s", "NVIDIA L40S", 362, 0.864, 0, 32, f"{_DATASHEETS}/l40s"),
+        _gpu("l4", "NVIDIA L4", 121, 0.3, 0, 32, f"{_DATASHEETS}/l4"),
+        _gpu("a10", "NVIDIA A10", 125, 0.6, 0, 32, f"{_DATASHEETS}/products/a10-gpu"),
+        _gpu("t4", "NVIDIA T4", 65, 0.32, 0, 16, f"{_DATASHEETS}/tesla-t4"),
         _gpu(
             "rtx6000-ada",
             "NVIDIA RTX 6000 Ada",
             364,
             0.96,
-            48,
             0,
             32,
             "https://www.nvidia.com/en-us/products/workstations/rtx-6000",
-            ecc=True,
         ),
         _gpu(
             "rtx5090",
             "NVIDIA GeForce RTX 5090",
             209.5,
             1.792,
-            32,
             0,
             64,
             "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf",
         ),
-        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 165, 1.008, 24, 0, 32, _ADA),
+        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 165, 1.008, 0, 32, _ADA),
         _gpu(
             "rtx3090",
             "NVIDIA GeForce RTX 3090",
             71,
             0.936,
-            24,
             0,
             32,
             "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf",
@@ -180,6 +174,11 @@ def find_gpu(text: str) -> GpuSpec:
         title=f"{known.title} ({', '.join(given)})" if given else known.title,
         measured=known.measured and not given,
     )
+
+
+def rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
+    """The rates of a device: measured, or by the datasheet of the card that it is to behave as."""
+    return GPUS[emulated()].rates if emulated() and device.type == "cuda" else measure_rates(device, dtype)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from tunecompile._torch.card import total_memory
 from tunecompile._torch.distributed import local_part
 from tunecompile.errors import UnknownBudget
 
@@ -100,11 +101,12 @@ class CudaGauge:
     def available(self) -> int:
         """Free bytes and those the allocator holds, within `set_per_process_memory_fraction`."""
         free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
-        return min(free, int(torch.cuda.get_per_process_memory_fraction(self.device) * self.total()))
+        whole = torch.cuda.get_device_properties(self.device).total_memory
+        return min(free, int(torch.cuda.get_per_process_memory_fraction(self.device) * whole))
 
     def total(self) -> int:
         """Bytes of the GPU."""
-        return torch.cuda.get_device_properties(self.device).total_memory
+        return total_memory(self.device)
 
 
 def shown(nbytes: int) -> str:

@@ -8,11 +8,14 @@ import os
 import torch
 from torch import nn
 
+from tunecompile._torch.card import VARIABLE, emulated, hold_to_memory
 from tunecompile._torch.compile_workers import start_compile_workers
 from tunecompile._torch.lookup import notes, warn, why_off
 from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.compile_cache import link_read_only
 from tunecompile.notes import Note, note
+from tunecompile.planner.datasheets import find_gpu
+from tunecompile.planner.device_memory import gauge_of
 from tunecompile.runtime.model_state import ATTRIBUTE, Settings, State, is_optimized, state_of
 from tunecompile.runtime.parts import PARTS
 from tunecompile.runtime.step import Step
@@ -43,6 +46,7 @@ def attach(model: nn.Module, settings: Settings) -> nn.Module:
     if not _can_compile():
         model.__dict__[ATTRIBUTE] = state  # with nothing attached, for the report, which says why
         return model
+    state.notes += _behave_as(model)
     compiles = settings.executor == "inductor"
     linked = link_read_only() if compiles else []
     on_gpu = any(parameter.is_cuda for parameter in model.parameters())
@@ -52,6 +56,20 @@ def attach(model: nn.Module, settings: Settings) -> nn.Module:
     state.attach()
     model.__dict__[ATTRIBUTE] = state
     return model
+
+
+def _behave_as(model: nn.Module) -> list[Note]:
+    """Hold the GPUs to the memory of the card that they are to behave as.
+
+    Raises:
+        UnknownGpu: there is no card of that name.
+    """
+    if not emulated():
+        return []
+    card = find_gpu(emulated())
+    for device in {parameter.device for parameter in model.parameters() if parameter.is_cuda}:
+        hold_to_memory(device, gauge_of(device).outside())
+    return [note("emulated-card", card.title, VARIABLE)]
 
 
 def _tell_of_settings(state: State, settings: Settings) -> None:

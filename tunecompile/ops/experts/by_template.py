@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from tunecompile._torch.card import AMPERE, capability, older_than
 from tunecompile.ir.op import refuse_gpu
 from tunecompile.notes import Note, note
 from tunecompile.ops.experts.adapter_stacks import downs, padded_rank, split_downs, split_ups, ups
@@ -28,7 +28,7 @@ def refuse(x: Tensor, weight: Tensor, offsets: Tensor, a: Sequence[Tensor]) -> N
         return note("not-contiguous", "stacks of weights are")
     if a and padded_rank(a, weight.shape[0]) > WIDEST:
         return note("rank-too-large", rank=padded_rank(a, weight.shape[0]), limit=WIDEST)
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+    if older_than(x.device, AMPERE):
         return note("gpu-before-ampere")
     return None
 
@@ -37,7 +37,7 @@ def refuse_plain(x: Tensor, weight: Tensor, offsets: Tensor, a: Sequence[Tensor]
     """As `refuse`; also if nothing is added and no row is gathered, where torch's products are faster."""
     if reason := refuse(x, weight, offsets, a):
         return reason
-    fast = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+    fast = (capability(x.device) or (0, 0))[0] in (9, 10)
     by_torch = not a and bias is None and fast and refuse_grouped(x, [weight]) is None
     return note("torch-is-faster", "products without adapters") if by_torch else None
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tunecompile._torch.card import total_memory
+
 
 class Recorder(Protocol):
     """Records the work that a function launches on the device, and replays it without the function."""
@@ -100,7 +102,7 @@ class CudaRecorder:
         return begin.elapsed_time(end) if begin.query() and end.query() else None
 
     def memory(self, device: torch.device) -> tuple[int, int]:
-        return torch.cuda.memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.memory_reserved(device), total_memory(device)
 
     def release(self) -> None:
         torch.cuda.empty_cache()

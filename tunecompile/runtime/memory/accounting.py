@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
+from tunecompile._torch.card import has_bfloat16
 from tunecompile.integrations.deepspeed import whole
 from tunecompile.integrations.fsdp import Shards
 from tunecompile.ops.linear_cross_entropy import workspace
@@ -193,7 +194,7 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     """In which matrices are multiplied there."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.float32 if device.type != "cuda" else torch.bfloat16 if has_bfloat16(device) else torch.float16
 
 
 def allowed_bytes(limit: int | str | None, gauge: Gauge) -> int:

@@ -21,8 +21,9 @@ from tunecompile.compiler.weight_layout import growth
 from tunecompile.notes import Note, note
 from tunecompile.planner import candidates
 from tunecompile.planner.cost_model import beside_layers
+from tunecompile.planner.datasheets import rates_of
 from tunecompile.planner.device_memory import MARGIN, shown
-from tunecompile.planner.hardware import Rates, measure_rates
+from tunecompile.planner.hardware import Rates
 from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, Plan, PlanOption
 from tunecompile.planner.step_plan import (
     RECORDED,
@@ -317,7 +318,7 @@ class RuntimePlanner:
         known = self.surveys.candidates
         if self.admitted is None or self.progress.exceeded:
             self.memory.gauge.release()
-        self.speed = measure_rates(self.device, compute_dtype(self.device))  # while there is memory to measure with
+        self.speed = rates_of(self.device, compute_dtype(self.device))  # while there is memory to measure with
         return self.memory.request(tokens, known, self.speed, self._all_seen(known), self.progress.steps == 1)
 
     def _admit(self) -> AdmittedPlan:

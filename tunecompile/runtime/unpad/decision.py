@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.autograd import in_checkpoint
+from tunecompile._torch.card import AMPERE, older_than
 from tunecompile.integrations import context_parallel, loss_caller
 from tunecompile.integrations.registered.names import NAME
 from tunecompile.ir.op import HALF
@@ -69,7 +70,7 @@ def refused_now(owner: nn.Module) -> Note | None:
     """Why no batch can be flattened in this call: settings that the user may change at any time."""
     device = next((parameter.device for parameter in owner.parameters() if not parameter.is_meta), None)
     if device is not None and device.type == "cuda":
-        if torch.cuda.get_device_capability(device) < (8, 0):
+        if older_than(device, AMPERE):
             return note("gpu-without-kernel")
         half = getattr(owner, "dtype", None) in HALF or torch.is_autocast_enabled("cuda")
         if not half:  # told here, before layers are compiled in vain
