@@ -1,8 +1,9 @@
 """Try templates on a few rows: values and gradients against the op's reference, in fp64.
 
-Kernels are tested on a few cards, with a few versions of Triton. `tunecompile doctor` tries each of them once per GPU,
-version and source, and what it found lies beside the measured choices on disk. A template that is wrong, raises or does
-not compile hands its op to the next provider, in the end to torch, and the report names it.
+Kernels are tested on a few cards, with a few versions of Triton. Elsewhere the first layer that would run a template
+tries it, once per GPU, version and source; `tunecompile doctor` tries all of them on any card. What was found lies
+beside the measured choices on disk. A template that is wrong, raises or does not compile hands its op to the next
+provider, in the end to torch, and the report names it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tunecompile._torch.autograd import outside_compilation
+from tunecompile._torch.card import has_bfloat16, running_on
 from tunecompile.compiler import tuning_cache
 from tunecompile.compiler.partitioner import source_hash
 from tunecompile.compiler.pass_manager import Context
@@ -25,11 +27,14 @@ from tunecompile.ir.pretend_gpu import pretending
 from tunecompile.notes import Note, note
 from tunecompile.passes.plan.probe_arguments import ARGUMENTS, arguments_of
 
-__all__ = ["BY_TEMPLATE", "choose", "compare", "examine", "fault_of", "owner", "wide"]
+__all__ = ["BY_TEMPLATE", "choose", "compare", "examine", "fault_of", "is_tested", "owner", "wide"]
 
 KIND = "probe"  #: of files beside the measured choices
 
 BY_TEMPLATE = ("triton", "joined")  #: names of providers that launch a template
+#: compute capabilities on which the tests run. A trial takes 0.3 to 2.5 s, most of it Triton's compiler, and there it
+#: would only repeat them.
+TESTED = ((9, 0),)
 FACTOR = 4  #: how much further than the reference from fp64 a template may be, which sums in another order
 LEAST = 2.0**-11  #: relative error of TF32's products, in which fp32 may be multiplied
 log = logging.getLogger("tunecompile")
@@ -47,12 +52,19 @@ def choose(op: Op, values: list, context: Context) -> Provider:
     provider = op.choose(values, context.precision)
     devices = [leaf.device for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     while provider.name in BY_TEMPLATE and devices and not pretending():
-        if not (fault := known_fault(op, provider, devices[0])):
+        find = known_fault if is_tested(devices[0]) else fault_of
+        if not (fault := find(op, provider, devices[0])):
             break
         _distrust(op, provider, fault)
         provider = op.choose(values, context.precision)
     context.notes += [said for (name, _), said in _wrong.items() if name == op.name and said not in context.notes]
     return provider
+
+
+def is_tested(device: torch.device) -> bool:
+    """Whether templates need no trial on a device: there are tests on such a GPU, or it is none."""
+    found = running_on(device)
+    return found is None or found in TESTED
 
 
 def examine(device: torch.device) -> Iterator[tuple[Op, str]]:
@@ -104,7 +116,7 @@ def precision_on(device: torch.device) -> torch.dtype:
     """Return the dtype in which models are trained on a device."""
     if device.type != "cuda":
         return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    return torch.bfloat16 if has_bfloat16(device) else torch.float16
 
 
 def _on_disk(op: Op, provider: Provider, device: torch.device) -> dict[str, Any]:

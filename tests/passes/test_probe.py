@@ -41,6 +41,16 @@ def untried(monkeypatch):
     monkeypatch.setattr(probe, "_known", {})
 
 
+def test_on_a_card_without_tests_the_first_step_tries(monkeypatch):
+    """Inside of a compilation; and where there are tests, nothing is run."""
+    (template,) = gated_activation_backward.providers
+    planted = dataclasses.replace(template, run=loses, refuses=lambda *_: None)
+    monkeypatch.setattr(gated_activation_backward, "providers", [planted])
+    monkeypatch.setattr(probe, "is_tested", lambda device: False)
+    told, error = trained()
+    assert error < 1e-5 and [n.subject for n in find(told, "template-wrong")] == [gated_activation_backward.name]
+
+
 def plant(monkeypatch, run):
     """A template that takes any tensor, in the place of the GPU's."""
     (template,) = gated_activation_backward.providers
