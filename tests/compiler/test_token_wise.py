@@ -13,8 +13,12 @@ LINEAR, TABLE = torch.randn(WIDTH, WIDTH), torch.randn(20, WIDTH)
 TRAINED = torch.randn(WIDTH, requires_grad=True)
 
 
+def call(layer, x, mask):
+    return layer(x, mask()) if layer.__code__.co_argcount == 2 else layer(x)
+
+
 def reason(layer):
-    """What is found of a function of a row [1, N, 12] and a mask [1, 1, N, N]."""
+    """What is found of a function of a row [1, N, 12] and, if it takes one, a mask [1, 1, N, N]."""
     found = []
 
     def backend(gm, inputs):
@@ -22,7 +26,7 @@ def reason(layer):
         return gm.forward
 
     def run(x, offsets, longest):
-        return layer(x, document_mask(offsets, longest.shape[0], x.shape[1], 0))
+        return call(layer, x, lambda: document_mask(offsets, longest.shape[0], x.shape[1], 0))
 
     torch._dynamo.reset()
     row, offsets, longest = torch.randn(1, 8, WIDTH), torch.tensor([0, 3, 8]).int(), torch.empty(5, 0)
@@ -46,7 +50,9 @@ def joined(heads):
 
 def tokens_first(layer):
     """A layer of [T, B, 12], as torch's own modules have them by default."""
-    return lambda x, mask: layer(x.transpose(0, 1), mask).transpose(0, 1)
+    if layer.__code__.co_argcount == 2:
+        return lambda x, mask: layer(x.transpose(0, 1), mask).transpose(0, 1)
+    return lambda x: layer(x.transpose(0, 1)).transpose(0, 1)
 
 
 def attention_of_tokens_first(x, mask):
@@ -88,68 +94,68 @@ class Averaged(torch.autograd.Function):
 
 
 APART = {
-    "a function of autograd": lambda x, m: Frozen.apply(x * TRAINED),
-    "linear": lambda x, m: F.linear(x, LINEAR) @ LINEAR,
-    "norm": lambda x, m: F.rms_norm(x, (WIDTH,)) + F.layer_norm(x, (WIDTH,)),
-    "softmax over the width": lambda x, m: x.softmax(-1) * x.mean(-1, keepdim=True),
+    "a function of autograd": lambda x: Frozen.apply(x * TRAINED),
+    "linear": lambda x: F.linear(x, LINEAR) @ LINEAR,
+    "norm": lambda x: F.rms_norm(x, (WIDTH,)) + F.layer_norm(x, (WIDTH,)),
+    "softmax over the width": lambda x: x.softmax(-1) * x.mean(-1, keepdim=True),
     "attention": lambda x, m: joined(attention(x, m)),
     "all of the mask": lambda x, m: joined(attention(x, m[:, :, :, : x.shape[1]])),
-    "rows and back": lambda x, m: (x.view(-1, WIDTH) @ LINEAR).view(x.shape),
-    "heads as rows": lambda x, m: (x.reshape(-1, WIDTH // HEADS) * 2).view(x.shape),
-    "parts of one projection": lambda x, m: sum(x.view(1, -1, 3, 4).permute(2, 0, 1, 3).unbind(0)),
-    "all of it": lambda x, m: x[:, :, :] + x[:],
-    "as many as there are, from behind": lambda x, m: x[:, -x.shape[1] :],
-    "sizes of shapes": lambda x, m: x.reshape(x.shape[0], x.shape[1], 3, 4).view(x.shape[0], -1, WIDTH),
-    "halves": lambda x, m: torch.cat([x[..., 6:], -x[..., :6]], -1),
-    "a table": lambda x, m: F.embedding((x.sum(-1) > 0).long(), TABLE),
-    "experts' scores": lambda x, m: x.topk(2, -1).values.sum(-1, keepdim=True) * x,
-    "dropout": lambda x, m: F.dropout(x, 0.5),
+    "rows and back": lambda x: (x.view(-1, WIDTH) @ LINEAR).view(x.shape),
+    "heads as rows": lambda x: (x.reshape(-1, WIDTH // HEADS) * 2).view(x.shape),
+    "parts of one projection": lambda x: sum(x.view(1, -1, 3, 4).permute(2, 0, 1, 3).unbind(0)),
+    "all of it": lambda x: x[:, :, :] + x[:],
+    "as many as there are, from behind": lambda x: x[:, -x.shape[1] :],
+    "sizes of shapes": lambda x: x.reshape(x.shape[0], x.shape[1], 3, 4).view(x.shape[0], -1, WIDTH),
+    "halves": lambda x: torch.cat([x[..., 6:], -x[..., :6]], -1),
+    "a table": lambda x: F.embedding((x.sum(-1) > 0).long(), TABLE),
+    "experts' scores": lambda x: x.topk(2, -1).values.sum(-1, keepdim=True) * x,
+    "dropout": lambda x: F.dropout(x, 0.5),
     "attention, tokens first": tokens_first(attention_of_tokens_first),
     "attention of torch's modules": tokens_first(attention_of_torchs_modules),
-    "linear and norm, tokens first": tokens_first(lambda x, m: F.layer_norm(F.linear(x, LINEAR), (WIDTH,)).softmax(-1)),
-    "zeros": lambda x, m: torch.zeros_like(x) + x.new_ones(x.shape[1], 1) * x,
+    "linear and norm, tokens first": tokens_first(lambda x: F.layer_norm(F.linear(x, LINEAR), (WIDTH,)).softmax(-1)),
+    "zeros": lambda x: torch.zeros_like(x) + x.new_ones(x.shape[1], 1) * x,
 }
 
 MIXED = {
-    "a function of autograd": lambda x, m: Averaged.apply(x * TRAINED),
-    "mean over rows": lambda x, m: x - x.mean(0, keepdim=True),
-    "the first row": lambda x, m: x + x[0],
-    "one row": lambda x, m: x[:1] * 2,
-    "rows twice": lambda x, m: torch.cat([x, x])[1:],
-    "divided by the length": lambda x, m: x / x.shape[1],
+    "a function of autograd": lambda x: Averaged.apply(x * TRAINED),
+    "mean over rows": lambda x: x - x.mean(0, keepdim=True),
+    "the first row": lambda x: x + x[0],
+    "one row": lambda x: x[:1] * 2,
+    "rows twice": lambda x: torch.cat([x, x])[1:],
+    "divided by the length": lambda x: x / x.shape[1],
     "scores by the length": lambda x, m: joined(attention(x, m, scale=1 / x.shape[1])),
-    "filled with the length": lambda x, m: x + x.new_full((1,), x.shape[1]),
-    "other code for long rows": lambda x, m: x * 2 if x.shape[1] > 4096 else x,
-    "mean over tokens": lambda x, m: x - x.mean(1, keepdim=True),
-    "mean over all": lambda x, m: x * x.mean(),
-    "extremes": lambda x, m: x / x.abs().max(),
-    "running sum": lambda x, m: x.cumsum(1),
-    "places": lambda x, m: x * torch.arange(x.shape[1])[:, None],
-    "length": lambda x, m: x @ LINEAR + torch.arange(x.shape[1]).float().mean(),
-    "shifted": lambda x, m: torch.cat([x[:, :1], x[:, :-1]], 1),
-    "rolled": lambda x, m: x.roll(1, 1),
-    "flipped": lambda x, m: x.flip(1),
-    "softmax over tokens": lambda x, m: x.softmax(1),
-    "convolution": lambda x, m: F.conv1d(x.transpose(1, 2), torch.ones(WIDTH, WIDTH, 3), padding=1).transpose(1, 2),
-    "product over tokens": lambda x, m: x @ (x.transpose(1, 2) @ x),
+    "filled with the length": lambda x: x + x.new_full((1,), x.shape[1]),
+    "other code for long rows": lambda x: x * 2 if x.shape[1] > 4096 else x,
+    "mean over tokens": lambda x: x - x.mean(1, keepdim=True),
+    "mean over all": lambda x: x * x.mean(),
+    "extremes": lambda x: x / x.abs().max(),
+    "running sum": lambda x: x.cumsum(1),
+    "places": lambda x: x * torch.arange(x.shape[1])[:, None],
+    "length": lambda x: x @ LINEAR + torch.arange(x.shape[1]).float().mean(),
+    "shifted": lambda x: torch.cat([x[:, :1], x[:, :-1]], 1),
+    "rolled": lambda x: x.roll(1, 1),
+    "flipped": lambda x: x.flip(1),
+    "softmax over tokens": lambda x: x.softmax(1),
+    "convolution": lambda x: F.conv1d(x.transpose(1, 2), torch.ones(WIDTH, WIDTH, 3), padding=1).transpose(1, 2),
+    "product over tokens": lambda x: x @ (x.transpose(1, 2) @ x),
     "written-out attention": lambda x, m: (x @ x.transpose(1, 2)).masked_fill(~m[:, 0], -1e9).softmax(-1) @ x,
-    "attention without a mask": lambda x, m: joined(attention(x, None, is_causal=True)),
+    "attention without a mask": lambda x: joined(attention(x, None, is_causal=True)),
     "attention with another mask": lambda x, m: joined(attention(x, m & m.flip(-1))),
-    "scrambled": lambda x, m: x.transpose(1, 2).reshape(x.shape),
-    "all but the first": lambda x, m: F.pad(x[:, 1 - x.shape[1] :], (0, 0, 1, 0)),
-    "first token": lambda x, m: x + x[:, :1],
-    "sorted": lambda x, m: x.sort(1).values,
-    "permuted": lambda x, m: x[:, torch.randperm(4)],
-    "expanded over tokens": lambda x, m: x + x[:, 0].unsqueeze(1).expand(x.shape),
-    "one number a call": lambda x, m: x.sum(),
-    "rows by themselves": lambda x, m: x.view(-1, WIDTH),
-    "mean over rows, tokens first": tokens_first(lambda x, m: x - x.mean(1, keepdim=True)),
-    "softmax over rows, tokens first": tokens_first(lambda x, m: x.softmax(1)),
-    "rows joined to heads": tokens_first(lambda x, m: x.reshape(x.shape[0], HEADS, -1).softmax(1).reshape(x.shape)),
-    "products of rows": tokens_first(lambda x, m: x * torch.bmm(x.transpose(1, 2), x).sum(-1).unsqueeze(1)),
-    "pairs of rows": tokens_first(lambda x, m: (x.unsqueeze(1) - x.unsqueeze(2)).square().sum(1)),
-    "norm over rows, too": tokens_first(lambda x, m: F.layer_norm(x, (1, WIDTH))),
-    "rows summed by a product": tokens_first(lambda x, m: x + torch.bmm(x.sum(-1, keepdim=True), x)),
+    "scrambled": lambda x: x.transpose(1, 2).reshape(x.shape),
+    "all but the first": lambda x: F.pad(x[:, 1 - x.shape[1] :], (0, 0, 1, 0)),
+    "first token": lambda x: x + x[:, :1],
+    "sorted": lambda x: x.sort(1).values,
+    "permuted": lambda x: x[:, torch.randperm(4)],
+    "expanded over tokens": lambda x: x + x[:, 0].unsqueeze(1).expand(x.shape),
+    "one number a call": lambda x: x.sum(),
+    "rows by themselves": lambda x: x.view(-1, WIDTH),
+    "mean over rows, tokens first": tokens_first(lambda x: x - x.mean(1, keepdim=True)),
+    "softmax over rows, tokens first": tokens_first(lambda x: x.softmax(1)),
+    "rows joined to heads": tokens_first(lambda x: x.reshape(x.shape[0], HEADS, -1).softmax(1).reshape(x.shape)),
+    "products of rows": tokens_first(lambda x: x * torch.bmm(x.transpose(1, 2), x).sum(-1).unsqueeze(1)),
+    "pairs of rows": tokens_first(lambda x: (x.unsqueeze(1) - x.unsqueeze(2)).square().sum(1)),
+    "norm over rows, too": tokens_first(lambda x: F.layer_norm(x, (1, WIDTH))),
+    "rows summed by a product": tokens_first(lambda x: x + torch.bmm(x.sum(-1, keepdim=True), x)),
     "the mask itself": lambda x, m: m,
 }
 
@@ -174,7 +180,7 @@ def test_the_operation_and_its_line_are_named():
     [
         (lambda x, m: joined(attention(x, m, dropout_p=0.1)), "attention-dropout"),
         (lambda x, m: joined(F.scaled_dot_product_attention(split(x), split(x), split(x)[..., :2], m)), "value-width"),
-        (lambda x, m: (x, x.view(-1, WIDTH)), "output-holds-more"),
+        (lambda x: (x, x.view(-1, WIDTH)), "output-holds-more"),
     ],
 )
 def test_why_a_layer_stays_as_it_is(layer, code):

@@ -11,7 +11,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_step
-from tests.support.models.pairs import compiled_slots, optimized, small
+from tests.support.models.pairs import attending, compiled_slots, optimized, small
 from tests.support.notes import EAGER, find, has
 from tunecompile.errors import NotOptimized
 
@@ -162,7 +162,7 @@ def test_loss_without_logits_under_an_adapter_on_the_head(options, refused, auto
     """Whatever module the head has become, if it multiplies by a weight and an adapter's two matrices."""
     from peft import get_peft_model
 
-    base = get_peft_model(small(), lora(**options))
+    base = get_peft_model(attending(), lora(**options))
     torch.manual_seed(1)
     for name, p in base.named_parameters():
         if "lora_B" in name:

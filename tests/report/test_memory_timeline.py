@@ -8,6 +8,7 @@ import torch
 import tunecompile
 from tests.support import chromium, zoo
 from tests.support.compare import assert_equal
+from tests.support.memory import full_device
 from tests.support.memory.budgets import LAYERS, Meter, build, needed, step
 from tunecompile.errors import MissingExtra, NoPlan, NotOptimized
 from tunecompile.report import memory_timeline
@@ -47,8 +48,8 @@ def test_what_cannot_be_shown_is_said(tmp_path):
     for model, says in ((build(None), 'memory="20GiB"'), (build("1GiB"), "run a training step")):
         with pytest.raises(NoPlan, match=says):
             page(model, tmp_path)
-    model = build("auto")
-    step(model)
+    model = full_device.build("auto")
+    full_device.step(model)
     with pytest.raises(NoPlan, match="auto"):
         page(model, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -100,7 +100,7 @@ def swapped(graph, product):
 
 def test_a_planted_fault_is_caught(monkeypatch):
     plant(monkeypatch, swapped)
-    result = verified(build())
+    result = verified(build(attends=False))
     failed = [verdict for verdict in result.verdicts if not verdict.passed]
     assert (
         not result.passed
@@ -240,7 +240,7 @@ def test_a_fault_that_no_rewrite_makes(monkeypatch):
 def test_a_forward_that_was_replaced(monkeypatch):
     """By one whose closure has the model's own, as TRL's does: the copies are run, and not the model thrice."""
     plant(monkeypatch, swapped)
-    model = build()
+    model = build(attends=False)
     original = model.forward
     model.forward = types.MethodType(lambda self, *args, **kwargs: original(*args, **kwargs), model)
     assert not verified(model).passed

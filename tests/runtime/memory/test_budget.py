@@ -9,7 +9,9 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_equal
+from tests.support.memory import full_device
 from tests.support.memory.budgets import LAYERS, Meter, build, needed, step
+from tests.support.models.pairs import attending, optimized
 from tests.support.notes import codes, find, has
 from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.compiler import partitioner
@@ -122,8 +124,8 @@ def test_others_take_memory_and_give_it_back(monkeypatch):
 
 
 def test_auto_does_nothing_on_a_cpu():
-    model = build("auto")
-    step(model)
+    model = full_device.build("auto")
+    full_device.step(model)
     report = tunecompile.report(model)
     assert report.memory is None and not set(codes(report)) & NOTES.keys()
 
@@ -393,8 +395,8 @@ def test_a_survey_that_fails_leaves_what_it_found(monkeypatch):
         return inner(cut, plans)
 
     monkeypatch.setattr(candidates, "survey", survey)
-    model = build("1KiB")
-    assert_equal(step(model), plain())
+    model, whole = (optimized(zoo.adapt(attending()).train(), memory=memory) for memory in ("1KiB", None))
+    assert_equal(step(model), step(whole))
     report = tunecompile.report(model)
     assert any(plan["recompute"] for plan in report.memory["plans"])
     assert has(report, "few-memory-plans", detail="cannot be cut like that")

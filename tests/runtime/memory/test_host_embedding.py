@@ -10,6 +10,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_equal
+from tests.support.models.pairs import attending
 from tests.support.notes import codes, has
 from tunecompile.runtime.memory import host_embedding
 from tunecompile.runtime.memory.host_embedding import HostEmbeddings, tables
@@ -50,7 +51,7 @@ def test_others_stay_and_the_report_says_why(why, build):
 
 
 def test_a_cpu_has_nothing_to_move():
-    model, plain = (zoo.adapt(zoo.make("llama", tie_word_embeddings=False)) for _ in range(2))
+    model, plain = (zoo.adapt(attending(tie_word_embeddings=False)) for _ in range(2))
     where = model.get_input_embeddings().weight.data_ptr()
     tunecompile.optimize(model, host_embedding=True, executor="eager")
     assert_equal(zoo.step(model, zoo.batch()), zoo.step(tunecompile.optimize(plain, executor="eager"), zoo.batch()))

@@ -1,6 +1,7 @@
 """Layers with delta rules and convolutions run without padding, and nothing goes from one document to another."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -20,16 +21,25 @@ pytest.importorskip("transformers.models.qwen3_5")
 LIMITS = {"loss": 1e-6, "limit": 1e-4, "floor": 1e-4}  #: transformers' rule is in fp32
 
 
-@pytest.fixture(scope="module")
-def pair():
-    """(As it was, optimized.)"""
-    made = hybrids.make("qwen3_5", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+@functools.cache
+def models(*kinds):
+    """(As it was, optimized), with these layers."""
+    made = hybrids.make("qwen3_5", num_hidden_layers=len(kinds), layer_types=list(kinds), use_cache=False)
     reference = without_mlps(made)
     return reference, optimized(copy.deepcopy(reference))
 
 
-def test_padding_is_removed(pair):
-    reference, model = pair
+BOTH = ("linear_attention", "full_attention")
+
+
+@pytest.fixture
+def pair():
+    return models(*BOTH)
+
+
+@pytest.mark.parametrize("kinds", [("linear_attention",) * 2, pytest.param(BOTH, marks=pytest.mark.slow)])
+def test_padding_is_removed(kinds):
+    reference, model = models(*kinds)
     before, batch = flattened(model), padded(4, 90)
     assert_close(zoo.step(model, batch), zoo.step(reference, batch), **LIMITS)
     assert flattened(model) == before + 1 and not fell_back(model)

@@ -16,7 +16,11 @@ from tests.support.models.packed import SIZES
 
 BLOCK = 32  #: rows and columns that share a scale of FP8
 KINDS = {
-    "mxfp4": ("gpt_oss", {}, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
+    "mxfp4": (
+        "gpt_oss",
+        {"layer_types": ["full_attention"] * 2},
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    ),
     "fp8": (
         "qwen3_moe",
         {"num_key_value_heads": 4},
