@@ -98,7 +98,7 @@ def to_the_host(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(per_device, "_offload", offload)
-    monkeypatch.setattr(budget, "measure_rates", lambda *_: Rates(flops=1.0, copy=1e12))
+    monkeypatch.setattr(budget, "rates_of", lambda *_: Rates(flops=1.0, copy=1e12))
     return made
 
 

@@ -319,7 +319,7 @@ def test_a_users_cache_is_left_alone():
 @pytest.mark.slow
 def test_two_models_of_one_class_under_different_plans(monkeypatch):
     # measured rates depend on what else the machine does, and so would the plan
-    monkeypatch.setattr(budget, "measure_rates", lambda *_: Rates(flops=1.0, copy=1e12))
+    monkeypatch.setattr(budget, "rates_of", lambda *_: Rates(flops=1.0, copy=1e12))
     plain, first, second = small(), small(), small()
     optimized(first), optimized(second)
     checkpoint(second, use_reentrant=True)

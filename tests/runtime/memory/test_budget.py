@@ -215,7 +215,7 @@ def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
 
     monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
     monkeypatch.setattr(launch_bound, "SAMPLES", 2)
-    monkeypatch.setattr(budget, "measure_rates", lambda *_: Rates(flops, 1e12))
+    monkeypatch.setattr(budget, "rates_of", lambda *_: Rates(flops, 1e12))
     reference, model = plain(), build(int(1.5 * needed()))
     state = model._tunecompile
     for number in range(7):
