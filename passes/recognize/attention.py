@@ -3,6 +3,7 @@
 Masks of documents have gone before (`document_attention`). Here masks are added, or filled in, as the model's code has
 it: additive masks, ALiBi, learned biases (T5), with their gradients."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.attention_calls import LOWEST, FoundAttention, written_out_attention
+from tunecompile.compiler.attention_calls import LOWEST, FoundAttention, Term, written_out_attention
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
-from tunecompile.ir.rewrite import erase_dead, replace, where_from
+from tunecompile.ir.rewrite import build_before, erase_dead, replace, where_from
 
 __all__ = ["PASS"]
 
@@ -22,12 +23,14 @@ _FAMILY = "attention"
 
 def run(graph: Graph, context: Context) -> None:
     tally = MatchCount(_FAMILY)
-    for node, found in written_out_attention(graph).items():
+    for node, found in written_out_attention(graph, context.weights_unread).items():
         tally.found += 1
         if reason := found if isinstance(found, str) else _rewrite(graph, node, found):
             tally.refused.append(f"{_FAMILY}: {reason}{where_from(node)}")
             continue
         assert isinstance(found, FoundAttention)
+        for weights in found.returned:
+            _leave_out(graph, weights, found)
         erase_dead(graph, [node, *found.inside])
         tally.rewritten += 1
         tally.places.append(f"{_FAMILY}{where_from(node)}")
@@ -35,18 +38,36 @@ def run(graph: Graph, context: Context) -> None:
         context.tallies.append(tally)
 
 
+def _leave_out(graph: Graph, weights: Node, found: FoundAttention) -> None:
+    """Return weights of no row for weights that nobody reads (`tunecompile.runtime.unread_weights`)."""
+    heads, dtype = value(weights).shape[1], value(weights).dtype
+
+    def of_no_row(query: Any, key: Any) -> Any:
+        return query.new_empty((0, heads, query.shape[-2], key.shape[-2]), dtype=dtype)
+
+    end = graph.output_node()
+    bound = {"query": found.arguments.query, "key": found.arguments.key}
+    _, (none,) = build_before(graph, end, weights, of_no_row, bound)
+    end.replace_input_with(weights, none)
+
+
 def _refuse(node: Node, found: FoundAttention) -> str | None:
     call, made = found.arguments, value(node)
     if call.sinks is not None or call.softcap:
         return f"{'soft-capped scores' if call.softcap else 'sinks'} under a mask that is not of documents"
-    q, k, v = (value(each) for each in (call.query, call.key, call.value))
+    operands = (call.query, call.key, call.value)
+    q, k, v = (_stands(value(each), order, found.heads) for each, order in zip(operands, found.orders))
     if q.shape[:2] != k.shape[:2] or k.shape[:2] != v.shape[:2] or not made.is_floating_point():
         return "heads of queries, keys and values differ in number"
-    for mask, filled in found.terms:
-        given = value(mask)
-        if not 2 <= given.dim() <= 4 or (filled is not None and given.dtype != torch.bool):
-            return f"a mask of {given.dim()} dimensions, {given.dtype}"
-        if filled is None and not given.is_floating_point():
+    for term in found.terms:
+        given = value(term.mask)
+        if not isinstance(given, Tensor) or not 2 <= given.dim() <= 4:
+            return "a mask that is no tensor of two to four dimensions"
+        if term.joined and (found.heads == 0 or given.dim() == 4):
+            return "a mask stands otherwise than scores do"
+        if term.fill is not None and given.dtype != torch.bool:
+            return f"a mask of {given.dtype} says where scores are filled"
+        if term.fill is None and not given.is_floating_point():
             return f"a mask of {given.dtype} is added"
     return None
 
@@ -55,32 +76,56 @@ def _rewrite(graph: Graph, node: Node, found: FoundAttention) -> str | None:
     if reason := _refuse(node, found):
         return reason
     call, dtype = found.arguments, value(node).dtype
-    casts = any(value(each).dtype != dtype for each in (call.query, call.key, call.value))
-    filled = [number for _, number in found.terms]
-    shapes = [value(mask) for mask, _ in found.terms]
+    operands = (call.query, call.key, call.value)
+    casts = any(value(each).dtype != dtype for each in operands)
+    shapes = [value(term.mask) for term in found.terms]
+    *orders, back = found.orders
 
     def by_torch(query: Any, key: Any, values: Any, masks: Any) -> Any:
-        rows = [x.to(dtype) for x in (query, key, values)] if casts else [query, key, values]  # as autocast would
-        mask = _joined(masks, shapes, filled, dtype)
+        rows = [_stands(x, order, found.heads) for x, order in zip((query, key, values), orders)]
+        rows = [x.to(dtype) for x in rows] if casts else rows  # as autocast would
+        stand = [_mask_stands(mask, term, given, found.heads) for mask, term, given in zip(masks, found.terms, shapes)]
+        mask = plain = _joined(stand, shapes, found.terms, dtype)
         if mask is not None:  # a row that sees nothing weighs all keys alike, and kernels could not tell how many
-            sees = (mask > LOWEST / 2).any(-1, keepdim=True)
+            if any(term.factor != 1 for term in found.terms):
+                mask = _joined(stand, shapes, found.terms, dtype, scaled=True)
+            sees = (plain > LOWEST / 2).any(-1, keepdim=True)
             rows[0], mask = torch.where(sees, rows[0], 0.0), torch.where(sees, mask, 0.0)
-        return F.scaled_dot_product_attention(*rows, attn_mask=mask, scale=float(call.scale))
+        made = F.scaled_dot_product_attention(*rows, attn_mask=mask, scale=float(call.scale))
+        made = made.permute(back) if back else made
+        return made.flatten(0, 1) if found.heads else made
 
-    bound = {"query": call.query, "key": call.key, "values": call.value, "masks": [mask for mask, _ in found.terms]}
+    bound = {"query": call.query, "key": call.key, "values": call.value, "masks": [term.mask for term in found.terms]}
     return replace(graph, (node,), by_torch, bound)
 
 
-def _joined(masks: list[Any], shapes: list[Tensor], filled: list[float | None], dtype: torch.dtype) -> Any:
+def _stands(x: Any, order: Sequence[int] | None, heads: int) -> Any:
+    """An operand as [rows, heads, tokens, width]."""
+    x = x.permute(order) if order else x
+    return x.unflatten(0, (-1, heads)) if heads else x
+
+
+def _mask_stands(mask: Any, term: Term, given: Tensor, heads: int) -> Any:
+    """What is done to scores [rows, heads, tokens, keys], in four dimensions."""
+    if term.joined and given.dim() == 3 and given.shape[0] != 1:
+        return mask.unflatten(0, (-1, heads))
+    return mask[(None,) * (4 - given.dim())] if given.dim() < 4 else mask
+
+
+def _joined(
+    masks: list[Any], shapes: list[Tensor], terms: Sequence[Term], dtype: torch.dtype, scaled: bool = False
+) -> Any:
     """One mask to add, in the dtype of the product, in which a number that masks does not become infinite."""
     total, wide = None, dtype
-    for mask, shape, number in zip(masks, shapes, filled):
-        mask = mask[(None,) * (4 - shape.dim())] if shape.dim() < 4 else mask
-        if number is None:
+    for mask, shape, term in zip(masks, shapes, terms):
+        factor = term.factor if scaled else 1
+        if term.fill is None:
+            wide = shape.dtype if len(masks) == 1 and factor == 1 else torch.float32
+            mask = mask if factor == 1 else (mask if shape.dtype == wide else mask.to(wide)) * factor
             total = mask if total is None else total + mask
-            wide = shape.dtype if len(masks) == 1 else torch.float32
         else:
-            total = torch.where(mask, max(number, torch.finfo(dtype).min), 0.0 if total is None else total)
+            number, before = max(term.fill * factor, torch.finfo(dtype).min), 0.0 if total is None else total
+            total = torch.where(mask, before, number) if term.keeps else torch.where(mask, number, before)
             wide = torch.float32
     return total if total is None or wide == dtype else total.clamp(min=torch.finfo(dtype).min).to(dtype)
 

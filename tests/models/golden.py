@@ -24,6 +24,7 @@ NARROW = {
     "lora": (6, 6),
     "grouped_linear": (3, 3),
 }  #: an MLP of two linears, or whose first are one
+JOINED = {"linear_cross_entropy": (1, 1), "lora": (4, 4)}  #: queries, keys and values are one linear
 LLAMA = ADAPTED | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)}
 NORMS = {"layer_norm": (2, 2), "add_layer_norm": (1, 1)}
 
@@ -101,6 +102,11 @@ GOLDEN: dict[int, dict[str, Row]] = {
         },
         "gpt2": NORMS
         | {"linear_cross_entropy": (1, 1), "lora": (4, 4)},  # its linears hold their weights the other way round
+        # written out, whose weights are returned
+        **dict.fromkeys(("mpt", "bloom"), NORMS | JOINED | {"attention": (1, 1)}),
+        "gpt_neo": NORMS | NARROW | {"attention": (1, 1)},
+        "gptj": NARROW | {"attention": (1, 1), "rope": (2, 2), "layer_norm": (1, 1)},
+        "codegen": JOINED | {"attention": (1, 1), "rope": (2, 2), "layer_norm": (1, 1)},
         "falcon": {
             "linear_cross_entropy": (1, 1),
             "lora": (4, 4),

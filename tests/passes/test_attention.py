@@ -58,7 +58,61 @@ def alibi_and_fill(q, k, v, mask, bias):
     return F.softmax(scores.float(), dim=-1).to(v.dtype) @ v
 
 
-@pytest.mark.parametrize("spelling", [bert, without_a_mask, in_fp32, learned_bias, two_terms, alibi_and_fill])
+def bloom(q, k, v, mask, bias):
+    """Rows and heads in one dimension, where ALiBi is what the product is added to."""
+    alibi = bias[0, :, :1].repeat(ROWS, 1, 1)
+    q, k, v = q.reshape(-1, TOKENS, WIDTH), k.reshape(-1, KEYS, WIDTH).transpose(-1, -2), v.reshape(-1, KEYS, WIDTH)
+    scores = alibi.baddbmm(batch1=q, batch2=k, beta=0.5, alpha=0.3).view(ROWS, HEADS, TOKENS, -1) + mask
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.bmm(weights.view(ROWS * HEADS, TOKENS, -1), v).view(ROWS, HEADS, TOKENS, WIDTH)
+
+
+def xglm(q, k, v, mask, bias):
+    """Masks are added in four dimensions, the softmax is of three."""
+    q, k, v = q.reshape(-1, TOKENS, WIDTH), k.reshape(-1, KEYS, WIDTH), v.reshape(-1, KEYS, WIDTH)
+    scores = torch.bmm(q * 0.3, k.transpose(1, 2)).view(ROWS, HEADS, TOKENS, KEYS) + mask
+    weights = F.softmax(scores.view(ROWS * HEADS, TOKENS, KEYS), dim=-1)
+    return torch.bmm(weights, v).view(ROWS, HEADS, TOKENS, WIDTH)
+
+
+def without_heads(q, k, v, mask, bias):
+    """One head of three dimensions, and a mask of one row."""
+    scores = torch.baddbmm(q.new_empty(ROWS, TOKENS, KEYS), q[:, 0], k[:, 0].mT, beta=0, alpha=0.3)
+    return (scores + mask[:1, 0]).softmax(2) @ v[:, 0]
+
+
+def gpt_neo(q, k, v, mask, bias):
+    """Scores in fp32 stay where a mask is true; the number beside is a tensor."""
+    least = torch.tensor(LEAST, dtype=torch.float32)
+    scores = torch.where(mask >= 0, torch.matmul(q.to(torch.float32), k.to(torch.float32).transpose(-1, -2)), least)
+    return torch.matmul(F.softmax(scores + bias, dim=-1).to(v.dtype), v)
+
+
+def codegen(q, k, v, mask, bias):
+    """Scores are divided once the mask is added."""
+    return torch.matmul(torch.nn.Softmax(dim=-1)((torch.matmul(q, k.transpose(-1, -2)) + mask + bias) / 2.5), v)
+
+
+def einsum(q, k, v, mask, bias):
+    weights = (torch.einsum("bhqd,bhkd->bhqk", q, k) * 0.3 + mask).softmax(-1)
+    return torch.einsum("b h q k, b h k d -> b h q d", [weights, v])
+
+
+def einsum_tokens_first(q, k, v, mask, bias):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    weights = (torch.einsum("...khd,...qhd->...hqk", k, q) * 0.3 + mask + bias).softmax(-1)
+    return torch.einsum("...hqk,...khd->...qhd", weights, v)
+
+
+def permuted_keys(q, k, v, mask, bias):
+    return (q @ k.transpose(1, 2).permute(0, 2, 3, 1) * 0.3 + mask).softmax(-1) @ v
+
+
+SPELLINGS = [bert, without_a_mask, in_fp32, learned_bias, two_terms, alibi_and_fill]
+OTHERS = [bloom, xglm, without_heads, gpt_neo, codegen, einsum, einsum_tokens_first, permuted_keys]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS + OTHERS)
 def test_spellings(spelling):
     seen = check(spelling, *inputs(), random(1, HEADS, TOKENS, KEYS), passes=PASSES, expect={}, tol=2e-6)
     text = str(seen.graphs[0])
@@ -110,6 +164,11 @@ def filled_with_little(q, k, v, mask, bias):
     return (q @ k.mT).masked_fill(mask < 0, -5.0).softmax(-1) @ v
 
 
+def divided_too_far(q, k, v, mask, bias):
+    """Where the number stands, scores count for something."""
+    return ((q @ k.mT).masked_fill(mask < 0, -7e4) / 1e4).softmax(-1) @ v
+
+
 def scores_squared(q, k, v, mask, bias):
     return ((q @ k.mT) ** 2 + mask).softmax(-1) @ v
 
@@ -123,6 +182,7 @@ def scores_squared(q, k, v, mask, bias):
         (weights_returned, "returns its weights"),
         (over_queries, "more than"),
         (filled_with_little, "more than"),
+        (divided_too_far, "more than"),
         (scores_squared, "more than"),
     ],
 )

@@ -117,6 +117,18 @@ NAMES: dict[str, tuple[str, dict]] = {
     "phi": ("Phi", {"pad_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "gpt_neox": ("GPTNeoX", {}),
     "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "mpt": ("Mpt", {"max_seq_len": 128}),
+    "gptj": ("GPTJ", {"rotary_dim": 8, "bos_token_id": 0, "eos_token_id": 1}),
+    "codegen": ("CodeGen", {"rotary_dim": 8, "n_ctx": 128, "bos_token_id": 0, "eos_token_id": 1}),
+    "gpt_neo": (
+        "GPTNeo",
+        {
+            **{"attention_types": [[["global", "local"], 1]], "num_hidden_layers": 2, "window_size": 8},
+            **{"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0},
+            **{"bos_token_id": 0, "eos_token_id": 1},
+        },
+    ),
+    "bloom": ("Bloom", {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
     "falcon": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}),
     "llama4": (

@@ -35,6 +35,7 @@ from tunecompile.planner.solver import KEEP, Plan
 
 log = logging.getLogger("tunecompile")
 Executor = Literal["inductor", "eager"]
+WEIGHTS_UNREAD = "tunecompile.weights_unread"  #: in the metadata of a graph, for `Context.weights_unread`
 
 
 class GraphRecorder(Protocol):
@@ -165,6 +166,7 @@ class Backend:
             dump=GraphDump.begin(self.region),
             frame=current_frame(),
             moves=moves,
+            weights_unread=gm.meta.get(WEIGHTS_UNREAD, False),
         )
         compiled = self._compile(gm, inputs, context, combine)
         self.contexts.append(context)

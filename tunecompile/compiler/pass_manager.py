@@ -61,6 +61,7 @@ class Context:
     reduced: int = 0  #: ops that run in the lower precision
     #: (name, bytes) of each tensor that the forward graph saves for the backward
     saved: list[Any] = field(default_factory=list)
+    weights_unread: bool = False  #: whether attention weights among the graph's results are not read
     #: whether dense weights may move into matrices with their adapters (tunecompile/runtime/memory/weight_cache.py)
     moves: bool = False
     kept: tuple[str, ...] = ()  #: inputs that such matrices replace, for 4-bit weights if the plan says so

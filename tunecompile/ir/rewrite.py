@@ -31,7 +31,7 @@ from tunecompile.ir.canonicalize import value
 from tunecompile.ir.match import Match, Matcher, Pattern
 from tunecompile.ir.nodes import is_mutation
 
-__all__ = ["Rewrite", "annotate", "apply", "erase_dead", "replace", "rewrite", "where_from"]
+__all__ = ["Rewrite", "annotate", "apply", "build_before", "erase_dead", "replace", "rewrite", "where_from"]
 
 
 @dataclass(frozen=True)
@@ -134,22 +134,8 @@ def replace(graph: Graph, outputs: tuple[Node, ...], build: Callable[..., Any], 
     Returns:
         None; or, with the graph unchanged, the reason: the new values have another shape or dtype than the old ones.
     """
-    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-
-    def proxy(node: Node) -> Any:
-        return torch.fx.Proxy(node, tracer)
-
-    def lift(item: Any) -> Any:
-        return torch.fx.map_arg(item, proxy)
-
     last = max(outputs, key={node: i for i, node in enumerate(graph.nodes)}.__getitem__)
-    before = set(graph.nodes)
-    with graph.inserting_before(last):  # all inputs exist there, and users of earlier outputs come later
-        built = build(**{name: lift(item) for name, item in bound.items()})
-    news = [item.node for item in (built if isinstance(built, (tuple, list)) else (built,))]
-    made = [node for node in graph.nodes if node not in before]
-    for node in made:
-        annotate(node, last)
+    made, news = build_before(graph, last, last, build, bound)  # all inputs exist there, and users come later
     for old, new in zip(outputs, news):
         if (difference := _difference(value(old), value(new))) is not None:
             for node in reversed(made):
@@ -158,6 +144,35 @@ def replace(graph: Graph, outputs: tuple[Node, ...], build: Callable[..., Any], 
     for old, new in zip(outputs, news):
         old.replace_all_uses_with(new)
     return None
+
+
+def build_before(
+    graph: Graph, place: Node, origin: Node, build: Callable[..., Any], bound: dict[str, Any]
+) -> tuple[list[Node], list[Node]]:
+    """Build new nodes before `place`.
+
+    Args:
+        graph: of the recognize stage.
+        place: a node before which all of `bound` exist.
+        origin: a node whose source line the new ones have.
+        build: is called with `bound` by name, nodes as symbolic values; returns one value or several.
+        bound: nodes, constants, and lists of both, by name.
+
+    Returns:
+        (all new nodes, those of what was returned).
+    """
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+
+    def proxy(node: Node) -> Any:
+        return torch.fx.Proxy(node, tracer)
+
+    before = set(graph.nodes)
+    with graph.inserting_before(place):
+        built = build(**{name: torch.fx.map_arg(item, proxy) for name, item in bound.items()})
+    made = [node for node in graph.nodes if node not in before]
+    for node in made:
+        annotate(node, origin)
+    return made, [item.node for item in (built if isinstance(built, (tuple, list)) else (built,))]
 
 
 def _difference(old: Any, new: Any) -> str | None:

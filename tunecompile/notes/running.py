@@ -25,6 +25,11 @@ NOTES = {
         "within {steps} steps, in which layers ran with the hooks they had before",
         "Add hooks by register_forward_hook and the like, and remove them by their handles.",
     ),
+    "weights-read": NoteKind(
+        "attention weights of {subject} were read, though output_attentions is False: its layers ran once more for "
+        "them, and return them since",
+        "Pass output_attentions=True where you read them, or do not read them: without them no scores are kept.",
+    ),
     "weights-outside-layers": NoteKind(
         "most weights are in none of the repeated layers that were found ({subject}), and are not compiled",
         "Report the model's structure.",

@@ -105,6 +105,7 @@ def region_notes(region: Region) -> list[Note]:
         if variant.eager:
             told.append(_eager(region, _not_traced(variant), variant.eager))
     told += [_eager(region, why, calls) for why, calls in region.refused.items()]
+    told += [note("weights-read", region.name)] * region.weights_read
     return told + [_eager(region, note("called-without-owner"))] * region.bypassed
 
 

@@ -36,6 +36,7 @@ from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW
 from tunecompile.runtime.unpad.image_bounds import ImageBounds
 from tunecompile.runtime.unpad.unpad import Unpadding
+from tunecompile.runtime.unread_weights import are_unread, unread
 from tunecompile.runtime.variant import Variant, unchanged
 
 #: packages whose hooks put a layer's weights in place, and keep nothing that they see
@@ -69,6 +70,17 @@ class LayerSlot:
         self.images: ImageBounds | None = None  #: for a layer of a tower
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._run(args, kwargs)
+        if not are_unread(kwargs):
+            return output
+        return unread(output, lambda: self._read(args, kwargs))
+
+    def _read(self, args: tuple, kwargs: dict) -> Any:
+        """The layer's own output, where attention weights are read that its caller did not request."""
+        self.region.weights_read = True
+        return call_original(self.layer, *args, **kwargs)
+
+    def _run(self, args: tuple, kwargs: dict) -> Any:
         mode = self._mode()
         if mode is Mode.EAGER or self._refused():
             return call_original(self.layer, *args, **kwargs)
@@ -266,7 +278,8 @@ class LayerSlot:
             hooks_were_seen(),  # graphs that were made before may have come from a cache
         )
         ones, kinds = (size == 1 for size in sizes), ((where, t.dtype, t.requires_grad) for where, t in tensors)
-        return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs), sizes
+        left_out = are_unread(kwargs) and self.placement is None and not self.region.weights_read
+        return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out), sizes
 
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients. One graph serves all lengths: what it would gain by constant sizes is little."""

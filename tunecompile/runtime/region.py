@@ -34,6 +34,7 @@ class CallKind(NamedTuple):
     setting: tuple  #: what Dynamo has no guard for: whether there are gradients, hooks that it traced, and the like
     tensors: tuple  #: what it guards in each function: dtypes, say
     flat: bool = False  #: whether it is a call on a row of documents
+    unread: bool = False  #: whether its caller says that it does not read attention weights
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Region:
     variants: dict[tuple[Plan | str, CallKind], Variant] = field(default_factory=dict)
     sizes: DynamicShapes = field(default_factory=DynamicShapes)
     bypassed: bool = False
+    weights_read: bool = False  #: whether a caller read attention weights that it did not request
     packed: bool = False  #: whether modules inside have 4-bit stacks, and so a class of their own in each layer
     refused: Counter[Note] = field(default_factory=Counter)  #: why layers have to run as they are -> calls
     effort: CompileEffort = field(init=False)
@@ -121,8 +123,8 @@ class Region:
     def _made(self, name: str, backend: Backend, kind: CallKind, way: Plan | str | None) -> Variant:
         """way: None where the plan is made later."""
         guards = guards_of_all if self.packed else None
-        compiled_as = CompiledAs(self.itself, self.settings[(kind.flat, *kind.setting)], way)
-        return Variant(name, backend, self.effort, compiled_as, kind.flat, guards)
+        compiled_as = CompiledAs(self.itself, self.settings[(kind.flat, kind.unread, *kind.setting)], way)
+        return Variant(name, backend, self.effort, compiled_as, kind.flat, guards, kind.unread)
 
 
 def _suffix(plan: Plan) -> str:

@@ -23,7 +23,7 @@ from tunecompile._torch.dynamo import (
     specialize_floats,
 )
 from tunecompile._torch.modules import call_original, slot_of
-from tunecompile.compiler.backend import Backend, CompiledAs, WeakBackend, own_code
+from tunecompile.compiler.backend import WEIGHTS_UNREAD, Backend, CompiledAs, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.compiler.token_wise import NotTokenWise, why_not_token_wise
 from tunecompile.errors import summary
@@ -82,12 +82,14 @@ class Variant:
         compiled_as: CompiledAs,
         flat: bool = False,
         guards: Callable[[Sequence[Any]], list[bool]] | None = None,
+        unread: bool = False,
     ):
         """
         compiled_as: pieces that a variant with an equal one has compiled serve this one, too.
         guards: which of Dynamo's guards count, as torch.compile's option `guard_filter_fn`; None for all.
         """
         self.flat = flat  #: whether it runs on rows of documents
+        self.unread = unread  #: whether attention weights that it returns are not read
         self.compiled_as = compiled_as
         self.integers_change = (
             False  #: whether a module's integer made a second graph: from the third on it is a symbol
@@ -161,6 +163,7 @@ class Variant:
             specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
             if (mixes := note("has-graph-breaks") if self.breaks else why_not_token_wise(gm)) is not None:
                 raise NotTokenWise(mixes)
+        gm.meta[WEIGHTS_UNREAD] = self.unread
         with _saving_here():
             before = len(self.backend.contexts)
             with self.effort.timed() as course:

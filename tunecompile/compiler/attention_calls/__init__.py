@@ -1,0 +1,16 @@
+"""Attention in a graph, however it is written: calls of torch's function, and scores, softmax and product apart."""
+
+from tunecompile.compiler.attention_calls.calls import attention_arguments, attention_calls, document_mask_of
+from tunecompile.compiler.attention_calls.found import LOWEST, AttentionArguments, FoundAttention, Term
+from tunecompile.compiler.attention_calls.written_out import written_out_attention
+
+__all__ = [
+    "LOWEST",
+    "AttentionArguments",
+    "FoundAttention",
+    "Term",
+    "attention_arguments",
+    "attention_calls",
+    "document_mask_of",
+    "written_out_attention",
+]

@@ -1,0 +1,61 @@
+"""Attention under a document mask: calls of torch's function, or written out."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from tunecompile.compiler.attention_calls.found import LOWEST, AttentionArguments, FoundAttention
+from tunecompile.compiler.attention_calls.reading import calls
+from tunecompile.compiler.attention_calls.written_out import read_written_out
+from tunecompile.ir.canonicalize import value
+from tunecompile.ops import document_mask
+
+__all__ = ["attention_arguments", "attention_calls", "document_mask_of"]
+
+
+_NAMES = {"attn_mask": "mask", "dropout_p": "dropout", "is_causal": "causal"}
+
+
+def attention_calls(graph: Graph) -> dict[Node, FoundAttention]:
+    """Attention under a document mask, by the node of its result."""
+    found = {}
+    for node in graph.nodes:
+        called = node.target is F.scaled_dot_product_attention
+        call = FoundAttention(attention_arguments(node)) if called else read_written_out(node)
+        if call is not None and document_mask_of(call.arguments.mask) is not None:
+            found[node] = call
+    return found
+
+
+def attention_arguments(node: Node) -> AttentionArguments:
+    """Of a call of torch's function, whether they are given by position or by name."""
+    named = {_NAMES.get(name, name): value for name, value in node.kwargs.items() if name != "enable_gqa"}
+    return AttentionArguments(*node.args[:6], **named)
+
+
+def document_mask_of(mask: Any) -> Node | None:
+    """The call of `document_mask` that a mask is, or is all of, or says in numbers to add; None of another."""
+    while isinstance(mask, Node) and mask.target is not document_mask.overload:
+        given = value(mask)
+        if not isinstance(given, Tensor):
+            return None
+        if mask.target is operator.getitem:
+            index = mask.args[1] if isinstance(mask.args[1], tuple) else (mask.args[1],)
+            if not all(isinstance(each, slice) and not each.start and each.step in (None, 1) for each in index):
+                return None
+            if tuple(given.shape) != tuple(getattr(value(mask.args[0]), "shape", ())):
+                return None
+        elif mask.target is torch.where:
+            _, kept, left_out, *_ = (*mask.args, None, None)
+            if kept != 0 or not isinstance(left_out, (int, float)) or left_out > LOWEST:
+                return None
+        elif not (calls(mask, "to") and given.is_floating_point()):
+            return None
+        mask = mask.args[0]
+    return mask if isinstance(mask, Node) else None

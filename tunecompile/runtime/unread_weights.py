@@ -1,0 +1,98 @@
+"""Attention weights that a layer returns and its caller did not request: made if somebody reads them all the same.
+
+Blocks of MPT, GPT-J, CodeGen, GPT-Neo and BLOOM return their weights, which their models read where
+`output_attentions` is true. Where it is given as False, compiled code returns weights of no row, and keeps no scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = ["UnreadWeights", "are_unread", "unread"]
+
+REQUEST = "output_attentions"  #: the argument by which a caller requests weights
+
+
+def are_unread(kwargs: dict[str, Any]) -> bool:
+    """Return whether the caller of a layer says that it does not read attention weights."""
+    return kwargs.get(REQUEST) is False
+
+
+def unread(output: Any, make: Callable[[], Any]) -> Any:
+    """Return a layer's output, with weights in the place of those of no row that compiled code returned.
+
+    Args:
+        output: of the compiled code.
+        make: runs the layer's own code, and returns its output.
+    """
+    if not isinstance(output, tuple) or not any(map(_is_of_no_row, output)):
+        return output
+    rows = next((each.shape[0] for each in output if isinstance(each, Tensor) and not _is_of_no_row(each)), 0)
+    device = next(each.device for each in output if isinstance(each, Tensor))
+    run = _as_now(make, device.type)
+    return tuple(
+        UnreadWeights((rows, *each.shape[1:]), each.dtype, each.device, lambda place=place: run()[place])
+        if _is_of_no_row(each)
+        else each
+        for place, each in enumerate(output)
+    )
+
+
+def _is_of_no_row(given: Any) -> bool:
+    return isinstance(given, Tensor) and given.dim() == 4 and given.shape[0] == 0
+
+
+def _as_now(make: Callable[[], Any], device: str) -> Callable[[], Any]:
+    """`make`, with gradients and in the precision of this moment."""
+    gradients, casts = torch.is_grad_enabled(), torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device)
+
+    def run() -> Any:
+        with torch.set_grad_enabled(gradients), torch.autocast(device, dtype, enabled=casts):
+            return make()
+
+    return run
+
+
+class UnreadWeights(Tensor):
+    """Weights that are made when they are read."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple, dtype: torch.dtype, device: torch.device, make: Callable[[], Tensor]):
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+    def __init__(self, shape: tuple, dtype: torch.dtype, device: torch.device, make: Callable[[], Tensor]):
+        self.make: Callable[[], Tensor] | None = make
+        self.made: Any = None
+
+    def real(self) -> Tensor:
+        """Return the weights, as the layer's own code gives them."""
+        if (make := self.make) is not None:
+            self.made, self.make = make(), None
+        return self.made
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _SHAPE:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        return func(*_real(args), **_real(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*_real(args), **_real(kwargs or {}))
+
+    def __reduce_ex__(self, protocol):
+        return self.real().__reduce_ex__(protocol)
+
+
+_SHAPE = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")}
+_SHAPE |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__hash__}
+
+
+def _real(tree: Any) -> Any:
+    return pytree.tree_map(lambda each: each.real() if isinstance(each, UnreadWeights) else each, tree)
