@@ -193,7 +193,7 @@ def test_answers_are_torchs_own(monkeypatch):
     model = tunecompile.optimize(build("llama", "qlora"))
     zoo.step(model, zoo.batch(4099, 2, 256, "cuda"), torch.bfloat16)
     assert not find(model, "compiled-without-rewrites", *EAGER)
-    assert 0 < counted["analysed"] <= 0.7 * counted["asked"], counted
+    assert 0 < counted["analysed"] <= 0.5 * counted["asked"], counted
 
 
 def test_nothing_is_replaced_where_torch_keeps_the_results(asked, monkeypatch):

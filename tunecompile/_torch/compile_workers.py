@@ -10,6 +10,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from tunecompile._torch.cuda import load_attention
 from tunecompile._torch.lookup import exist, lookup, need
 
 __all__ = ["start_compile_workers"]
@@ -28,25 +31,25 @@ PATIENCE = 30.0
 PIPE = 1 << 20
 
 
-def start_compile_workers(driver: bool = True) -> None:
+def start_compile_workers(device: torch.device | None) -> None:
     """Begin early with what a first compilation waits for.
 
     Inductor's processes need seconds to come up. Triton reads itself (for its cache's keys) and compiles its driver in
-    C.
+    C. cuDNN needs seconds for its first attention.
 
     Args:
-        driver: whether Triton's driver is made, too: on this process's GPU, which has to be chosen by then.
+        device: the model's GPU. None where it may get there later: Triton's driver would choose this process's GPU.
     """
     with contextlib.suppress(ImportError):  # only time is lost
         # workers see no `config_patches`
         with _in_environment(TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS="1"):
             need("torch._inductor.async_compile.maybe_warm_pool")()
         _send_at_once()
-        if not driver:
+        if device is None:
             return
-        import triton
-
-        threading.Thread(target=_prepare_triton, args=(triton,), name="tunecompile-triton", daemon=True).start()
+        for prepare in (_prepare_triton, load_attention):
+            # no daemon: Python ends those in the middle of C++ code, and the process with them
+            threading.Thread(target=prepare, args=(device,), name=f"tunecompile-{prepare.__name__}").start()
 
 
 def _send_at_once() -> None:
@@ -77,8 +80,10 @@ class ComingUp:
         return getattr(self._future, name)
 
 
-def _prepare_triton(triton: Any) -> None:
+def _prepare_triton(_: torch.device) -> None:
     with contextlib.suppress(Exception):  # who needs it fails with the reason
+        import triton
+
         triton.runtime.driver.active.get_current_target()
         triton.runtime.cache.triton_key()
 

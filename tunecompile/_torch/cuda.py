@@ -11,12 +11,13 @@ import torch
 
 from tunecompile._torch.lookup import lookup
 
-__all__ = ["attention_order", "grow_segments", "occupy_gpu", "start_copy_to_host"]
+__all__ = ["attention_order", "grow_segments", "load_attention", "occupy_gpu", "start_copy_to_host"]
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _configured = lookup("torch._C._accelerator_getAllocatorSettings", lambda: "")
 _configure = lookup("torch._C._accelerator_setAllocatorSettings")
 _sleep = lookup("torch.cuda._sleep", lambda cycles: None)
+_cudnn_attention = lookup("torch.ops.aten._scaled_dot_product_cudnn_attention")
 
 
 def grow_segments() -> None:
@@ -56,6 +57,21 @@ def attention_order(names: Sequence[str]) -> Iterator[None]:
     }
     with sdpa_kernel([backends[name] for name in names], set_priority=True):
         yield
+
+
+def load_attention(device: torch.device) -> None:
+    """Have cuDNN load and compile what its attention needs, 2 to 5 s, by a small call: for a thread beside a trace.
+
+    It is called by its name, since which kernels attention may take is a setting of the process, and draws no random
+    number.
+    """
+    if _cudnn_attention is None or not torch.backends.cuda.cudnn_sdp_enabled():
+        return
+    with contextlib.suppress(Exception), torch.cuda.device(device):  # a GPU that it does not support, say
+        sizes = (1, 1, 128, 128)  # cuDNN compiles for each width of heads, and this is the usual one
+        q, k, v = (torch.zeros(sizes, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        made = _cudnn_attention(q, k, v, None, True, 0.0, True)[0]
+        torch.autograd.grad(made, (q, k, v), torch.zeros_like(made))
 
 
 def occupy_gpu(cycles: int = 2_000_000) -> None:

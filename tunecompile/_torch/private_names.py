@@ -289,6 +289,15 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         under="torch._inductor.async_compile",
     ),
     *group(
+        "a kernel's configurations are timed 100 times each in the first step",
+        *("triton_heuristics", "triton_heuristics.benchmarker"),
+        under="torch._inductor.runtime",
+    ),
+    *group(
+        "a first layer waits until cuDNN has loaded its attention",
+        "torch.ops.aten._scaled_dot_product_cudnn_attention",
+    ),
+    *group(
         "kernels of a forward are awaited before code for its backward is generated",
         *("async_compile.AsyncCompile", "async_compile.AsyncCompile.wait"),
         *("codecache.FxGraphCache", "codecache.FxGraphCache._save_graph"),

@@ -49,9 +49,9 @@ def attach(model: nn.Module, settings: Settings) -> nn.Module:
     state.notes += _behave_as(model)
     compiles = settings.executor == "inductor"
     linked = link_read_only() if compiles else []
-    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
-    if compiles and (on_gpu or torch.cuda.is_available()):  # a trainer may move the model later
-        start_compile_workers(driver=on_gpu)
+    device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
+    if compiles and (device is not None or torch.cuda.is_available()):  # a trainer may move the model later
+        start_compile_workers(device)
     state.notes += linked
     state.attach()
     model.__dict__[ATTRIBUTE] = state
