@@ -80,6 +80,30 @@ def _lora_mlp(draw: _Draw) -> list:
     return [draw.normal(ROWS, 64), weights, [], [], [], [], [], a, b, [0.5, 2.0, 1.5], sizes, 0, "", "silu"]
 
 
+TOKENS, CHOICES = 13, 2  #: and how many experts each has
+
+
+def _experts(draw: _Draw) -> list:
+    """A stack of four experts, of which one has no rows and one few, under two adapters; rows of nobody; biases."""
+    experts, (n, k), ranks = 4, (96, 64), (4, 3)
+    ends = torch.tensor([17, 17, 20, TOKENS * CHOICES - 2], dtype=torch.int32, device=draw.device)
+    a = [draw.normal(experts * rank, k, scale=k**-0.5) for rank in ranks]
+    b = [draw.normal(n, rank * experts, scale=0.5) for rank in ranks]
+    return [draw.normal(experts, n, k, scale=k**-0.5), ends, a, b, [0.5, 2.0], False, draw.normal(experts, n)]
+
+
+def _order(draw: _Draw) -> torch.Tensor:
+    return torch.randperm(TOKENS * CHOICES, generator=draw.generator).to(draw.device)
+
+
+def _gathered_backward(draw: _Draw) -> list:
+    """Gradients that tokens share, of rows that are read from tokens."""
+    order = _order(draw)
+    sides = [draw.normal(TOKENS, 96), order, CHOICES, draw.normal(TOKENS, 64), order, CHOICES]
+    inside = torch.arange(TOKENS * CHOICES, device=draw.device) < TOKENS * CHOICES - 2
+    return [*sides, *_experts(draw), draw.normal(TOKENS * CHOICES, 16) * inside[:, None]]
+
+
 #: op -> arguments of a small call. Those of its backward follow from them
 ARGUMENTS: dict[str, Callable[[_Draw], list]] = {
     "rms_norm": lambda draw: _norm(draw, 1, (EPS, 0.0, True)),
@@ -94,6 +118,10 @@ ARGUMENTS: dict[str, Callable[[_Draw], list]] = {
     "gated_delta_rule": _delta_rule,
     "selective_scan": _selective_scan,
     "lora_mlp": _lora_mlp,
+    "grouped_lora_linear": lambda draw: [draw.normal(TOKENS * CHOICES, 64), *_experts(draw)],
+    "gathered_lora_linear": lambda draw: [draw.normal(TOKENS, 64), _order(draw), CHOICES, *_experts(draw)],
+    "gathered_lora_linear_backward": _gathered_backward,
+    "sum_rows": lambda draw: [draw.normal(TOKENS * CHOICES, 64), _order(draw), CHOICES, draw.dtype],
 }
 
 
