@@ -66,16 +66,16 @@ def grouped_lora_linear(
 
 
 def _forward(by: Products, x, weight, offsets, a, b, scales, transposed, bias) -> tuple[Tensor, Tensor]:
-    experts, valid = weight.shape[0], inside(x.shape[0], offsets)
+    experts = weight.shape[0]
     y = by.rows(x, weight if transposed else weight.transpose(1, 2), offsets)
     if bias is not None:
         y = (y + biases_of_rows(bias, x.shape[0], offsets)).to(x.dtype)
     if not a:
-        return torch.where(valid, y, 0), x.new_zeros(x.shape[0], 0)
+        return zeroed_behind(y, offsets), x.new_zeros(x.shape[0], 0)
     xa = by.rows(x, downs(a, experts, x.dtype).transpose(1, 2), offsets)
-    xa = torch.where(valid, xa, 0)
+    xa = torch.where(inside(x.shape[0], offsets), xa, 0)
     y = y + by.rows(xa, ups(b, scales, experts, x.dtype), offsets)
-    return torch.where(valid, y, 0), xa
+    return zeroed_behind(y, offsets), xa
 
 
 @grouped_lora_linear.provider(
