@@ -51,6 +51,7 @@ PIPELINE = [
     recognize.dora,
     recognize.lora,
     recognize.swiglu,
+    recognize.weighted_gate,  # of experts, before their second product
     recognize.grouped_linear,  # base, then base + adapter, then siblings that share x, by what reads them
     recognize.lora_nf4,  # and all of them as one, where a template can write the weights where they are read
     recognize.rope,

@@ -18,7 +18,7 @@ import triton.language as tl
 from . import _tiles
 from ._launch import launch, next_power_of_2
 
-__all__ = ["ACTIVATIONS", "backward", "clamped", "clamped_backward", "forward"]
+__all__ = ["ACTIVATIONS", "backward", "clamped", "clamped_backward", "forward", "weighted_backward"]
 
 ACTIVATIONS = ("silu", "gelu_tanh")  #: by the names of `tunecompile.ops.swiglu.gated_activation`
 GELU = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
@@ -173,6 +173,80 @@ def backward(grad, gate, up, activation="silu", *, joined=False, recompute=False
     if recompute:
         result = (*result, out)
     return result[0] if len(result) == 1 else result
+
+
+@triton.jit
+def weighted_backward_kernel(
+    grad,
+    gate,
+    up,
+    weights,
+    both,
+    d_weights,
+    columns,
+    grad_stride,
+    gate_stride,
+    up_stride,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row).to(tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    both += row * 2 * columns
+    for begin in range(0, columns, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        mask = column < columns
+        d = tl.load(grad + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+        s, slope = _gate(g, ACTIVATION)
+        act = g * s
+        total += d * act * u
+        d *= weight
+        tl.store(both + columns + column, (d * act).to(both.dtype.element_ty), mask=mask)
+        d_act = s * (1.0 + slope * (1.0 - s))
+        tl.store(both + column, (d * u * d_act).to(both.dtype.element_ty), mask=mask)
+    tl.store(d_weights + row, tl.sum(total, 0).to(d_weights.dtype.element_ty))
+
+
+def weighted_backward(grad, gate, up, weights, activation="silu", *, tile=None):
+    """The gradients of ``act(gate) * up * weights``, a weight for each row; fp32 inside.
+
+    Args:
+        grad: of the result, [S, F], any row stride. gate, up, activation and tile as for ``forward``.
+        weights: [S, 1].
+
+    Returns:
+        (d_gate, d_up, d_weights): the two column halves of a [S, 2F] buffer in gate's dtype, and [S, 1] in weights'.
+
+    Raises:
+        ValueError: the activation is unknown.
+    """
+    tile, block = _tile(gate, activation, tile)
+    (rows, columns), weights = gate.shape, weights.contiguous()
+    both = torch.empty((rows, 2 * columns), dtype=gate.dtype, device=gate.device)
+    d_weights = torch.empty_like(weights)
+    grad, gate, up = _matrix(grad), _matrix(gate), _matrix(up)
+    launch(
+        weighted_backward_kernel,
+        (rows,),
+        grad,
+        gate,
+        up,
+        weights,
+        both,
+        d_weights,
+        columns,
+        grad.stride(0),
+        gate.stride(0),
+        up.stride(0),
+        ACTIVATION=activation,
+        BLOCK=block,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return (*both.split(columns, -1), d_weights)
 
 
 @triton.jit

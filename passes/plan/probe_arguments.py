@@ -111,6 +111,7 @@ ARGUMENTS: dict[str, Callable[[_Draw], list]] = {
     "layer_norm": lambda draw: _norm(draw, 1, (draw.normal(WIDTH), EPS)),
     "add_layer_norm": lambda draw: _norm(draw, 2, (draw.normal(WIDTH), EPS)),
     "gated_activation": lambda draw: [draw.normal(ROWS, WIDTH), draw.normal(ROWS, WIDTH), "silu"],
+    "weighted_gate": lambda draw: [*(draw.normal(ROWS, n) for n in (WIDTH, WIDTH, 1)), "silu"],
     "clamped_gate": lambda draw: [draw.normal(ROWS, 2 * WIDTH), 1.702, 7.0],
     "dequantize_4bit": _nf4,
     "dequantize_mxfp4": _mxfp4,

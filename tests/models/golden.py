@@ -28,8 +28,11 @@ JOINED = {"linear_cross_entropy": (1, 1), "lora": (4, 4)}  #: queries, keys and 
 LLAMA = ADAPTED | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)}
 NORMS = {"layer_norm": (2, 2), "add_layer_norm": (1, 1)}
 
-EXPERTS = {"experts": (2, 2), "expert_rows": (3, 3)}  #: both products, ways there and back, and of routing weights
+#: both products, ways there and back, and of routing weights
+EXPERTS = {"experts": (2, 2), "expert_rows": (3, 3), "weighted_gate": (1, 1)}
 MOE = LLAMA | EXPERTS | {"lora": (4, 4), "grouped_linear": (3, 3)}
+#: a bias is weighted, too
+GPT_OSS = {name: count for name, count in MOE.items() if name != "weighted_gate"}
 
 GOLDEN: dict[int, dict[str, Row]] = {
     5: {  #: by transformers' major version, and family
@@ -64,7 +67,7 @@ GOLDEN: dict[int, dict[str, Row]] = {
         "opt": NARROW | {"layer_norm": (2, 2)},  # its sums are of rows, and views of them
         **dict.fromkeys(("qwen3_moe", "olmoe"), MOE | {"rms_norm": (4, 4)}),
         "mixtral": MOE,
-        "gpt_oss": MOE | {"document_attention": (1, 1), "expert_biases": (2, 2)},  # its attention is written out
+        "gpt_oss": GPT_OSS | {"document_attention": (1, 1), "expert_biases": (2, 2)},  # its attention is written out
         "qwen2_moe": LLAMA
         | EXPERTS
         | {"lora": (8, 8), "swiglu": (2, 2)},  # a shared expert and its gate beside the attention's
@@ -120,14 +123,20 @@ ADAPTED_4BIT = {"nf4": (4, 4), "lora": (4, 4), "grouped_linear": (3, 3)}
 MOE_4BIT = MOE | ADAPTED_4BIT
 SHARED_4BIT = MOE | {"swiglu": (2, 2)}  #: a shared expert beside
 LATENT_4BIT = SHARED_4BIT | {"nf4": (8, 8), "lora": (5, 5), "grouped_linear": (2, 2), "rms_norm": (4, 4)}
-HYBRID_4BIT = MOE | {"experts": (4, 4), "expert_rows": (6, 6), "swiglu": (5, 5), "rms_norm": (7, 7)}
+HYBRID_4BIT = MOE | {
+    "experts": (4, 4),
+    "expert_rows": (6, 6),
+    "weighted_gate": (2, 2),
+    "swiglu": (5, 5),
+    "rms_norm": (7, 7),
+}
 
 #: mixtures with linears and experts in 4 bits under adapters on linears: by the names of `tests.support.models.mixtures`
 IN_4BIT: dict[str, Row] = {
     "mixtral": MOE_4BIT,
     "granitemoe": MOE_4BIT,
     **dict.fromkeys(("qwen3_moe", "olmoe"), MOE_4BIT | {"rms_norm": (4, 4)}),
-    "gpt_oss": MOE_4BIT | {"document_attention": (1, 1), "expert_biases": (2, 2)},
+    "gpt_oss": GPT_OSS | ADAPTED_4BIT | {"document_attention": (1, 1), "expert_biases": (2, 2)},
     "qwen2_moe": SHARED_4BIT | {"nf4": (8, 8), "lora": (8, 8), "grouped_linear": (5, 5)},
     "glm4_moe": SHARED_4BIT | {"nf4": (7, 7), "lora": (4, 4)},
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT_4BIT),

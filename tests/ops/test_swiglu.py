@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.ops.checks import DTYPES, LAYOUTS, QUICK, assert_fake_is_real, error, tensor
-from tunecompile.ops import clamped_gate, gated_activation
+from tunecompile.ops import clamped_gate, gated_activation, weighted_gate
 
 FORMULAS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 EACH = pytest.mark.parametrize("activation", FORMULAS)
@@ -67,6 +67,33 @@ def test_far_tails_are_finite(activation, dtype):
     FORMULAS[activation](g64).sum().backward()
     torch.testing.assert_close(gate.grad.double(), g64.grad, rtol=4e-3, atol=1e-3)
     assert torch.isfinite(up.grad).all()
+
+
+@EACH
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_a_weighted_gate(activation, rows):
+    gate, up = (torch.randn(rows, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = torch.randn(rows, 1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *given: weighted_gate(*given, activation), (gate, up, weights))
+    exact = FORMULAS[activation](gate) * up * weights
+    torch.testing.assert_close(weighted_gate(gate, up, weights, activation), exact, rtol=1e-14, atol=0)
+
+
+@EACH
+@pytest.mark.parametrize("of_weights", [torch.bfloat16, torch.float32])
+def test_a_weighted_gate_is_rounded_once(activation, of_weights):
+    torch.manual_seed(0)
+    both = torch.randn(9, 64, dtype=torch.bfloat16)
+    given = [*both.chunk(2, 1), torch.rand(9, 1, dtype=of_weights)]
+    grad = torch.randn(9, 32, dtype=torch.bfloat16)
+    assert_fake_is_real(weighted_gate, *given, activation)
+    assert_fake_is_real(weighted_gate.backward_op, grad, *given, activation)
+    wide = [each.double().requires_grad_() for each in given]
+    exact = FORMULAS[activation](wide[0]) * wide[1] * wide[2]
+    wanted = torch.autograd.grad(exact, wide, grad.double())
+    got = weighted_gate(*given, activation), *weighted_gate.backward_op(grad, *given, activation)
+    for mine, true, like in zip(got, (exact, *wanted), (given[0], *given)):
+        assert mine.dtype == like.dtype and error(mine, true) < 2 * torch.finfo(mine.dtype).eps
 
 
 @EACH

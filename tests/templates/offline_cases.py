@@ -187,6 +187,10 @@ def cases(
             [x, x, w, x],
         ),
         "swiglu": (lambda g, u: swiglu.forward(g, u), [gate, up]),
+        "weighted_backward": (
+            lambda d, g, u, w: swiglu.weighted_backward(d, g, u, w),
+            [gate, gate, up, e(gate.shape[0], 1)],
+        ),
         "clamped_gate": (lambda both: swiglu.clamped(both, 1.702, 7.0), [wide]),
         "clamped_gate_backward": (lambda d, both: swiglu.clamped_backward(d, both, 1.702, 7.0), [e(64, 14336), wide]),
         "lora_rows": (lambda a, out: lora.append_rows(a, out, 4), [e(16, 4096, dtype=torch.float32), e(20, 4096)]),

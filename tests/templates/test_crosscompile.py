@@ -70,6 +70,7 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         "fp8_nf4_transposed": ["out"],
         "swiglu": ["out"],
         "swiglu_backward": ["both", "out"],
+        "weighted_backward": ["both", "d_weights"],
         "clamped_gate": ["out"],
         "clamped_gate_backward": ["d_both"],
         "lora_rows": ["out"],

@@ -27,6 +27,20 @@ def test_against_fp64(device, error, bound, dtype, activation, shape):
     assert both.is_contiguous() and torch.equal(both, torch.cat(got[:2], -1))
 
 
+@pytest.mark.parametrize("activation", REFERENCE)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 576, 1536])
+def test_a_weight_for_each_row(device, error, bound, dtype, activation, columns):
+    both, grad = make((5, 2 * columns), device, dtype, 0), make((5, columns), device, dtype, 2)
+    gate, up, weights = both[:, :columns], both[:, columns:], make((5, 1), device, torch.float32, 3)
+    d_gate, d_up = reference(gate, up, activation, grad.double() * weights)
+    d_weights = (reference(gate, up, activation) * grad.double()).sum(1, keepdim=True)
+    got = swiglu.weighted_backward(grad, gate, up, weights, activation)
+    for value, expected, like in zip(got, (d_gate, d_up, d_weights), (gate, up, weights)):
+        assert value.dtype == like.dtype and value.shape == like.shape and error(value, expected) < bound(like.dtype)
+    assert got[0].data_ptr() + columns * got[0].element_size() == got[1].data_ptr()
+
+
 @pytest.mark.parametrize("order", ("gate_up", "up_gate"))
 def test_column_slices_of_one_projection(device, error, order):
     buffer, wide = make((5, 200), device, torch.float32, 0), make((5, 103), device, torch.float32, 1)

@@ -85,6 +85,8 @@ FAULTS = [
         "gate, up = up, gate\n    wide = gate.to(compute_dtype(gate.dtype))",
     ),
     Fault("SwiGLU", "another activation", "value = F.silu(wide)", "value = F.gelu(wide)"),
+    Fault("weighted gate", "gradient without the weight", "reference(wide * weights, gate", "reference(wide, gate"),
+    Fault("weighted gate", "weight in its own gradient", "(wide * product).sum", "(wide * weights * product).sum"),
     Fault("clamped gate", "gradient beyond the limit", "torch.where(gate_inside, d_gate, 0)", "d_gate"),
     Fault(
         "clamped gate", "no offset of up", "torch.sigmoid(alpha * gate) * (up + 1)", "torch.sigmoid(alpha * gate) * up"

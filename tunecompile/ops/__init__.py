@@ -27,7 +27,7 @@ from tunecompile.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_
 from tunecompile.ops.packed import dequantize_fp8_blocks, dequantize_mxfp4
 from tunecompile.ops.recurrent import channel_delta_rule, gated_delta_rule, selective_scan, short_convolution, ssd_scan
 from tunecompile.ops.rope import rope
-from tunecompile.ops.swiglu import clamped_gate, gated_activation
+from tunecompile.ops.swiglu import clamped_gate, gated_activation, weighted_gate
 
 __all__ = [
     "adapted_norm",
@@ -62,4 +62,5 @@ __all__ = [
     "ssd_scan",
     "sum_rows",
     "varlen_attention",
+    "weighted_gate",
 ]

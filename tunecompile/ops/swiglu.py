@@ -9,7 +9,14 @@ from tunecompile.ir.shape_rule_cache import are_contiguous, contiguous_like
 from tunecompile.notes import Note, note
 from tunecompile.ops.norms import compute_dtype
 
-__all__ = ["clamped_gate", "clamped_gate_backward", "gated_activation", "gated_activation_backward"]
+__all__ = [
+    "clamped_gate",
+    "clamped_gate_backward",
+    "gated_activation",
+    "gated_activation_backward",
+    "weighted_gate",
+    "weighted_gate_backward",
+]
 
 GELU_TANH = (0.7978845608028654, 0.044715)  #: sqrt(2 / pi) and the cubic term of the tanh approximation
 
@@ -91,6 +98,50 @@ def _(grad, gate, up, activation):
     from tunecompile.templates import swiglu
 
     return list(swiglu.backward(grad, gate, up, activation))
+
+
+@op(cost=Cost.POINTWISE)
+def weighted_gate(gate: Tensor, up: Tensor, weights: Tensor, activation: str) -> Tensor:
+    """Return activation(gate) * up * weights, of rows that have a weight each, rounded once (arXiv:2101.03961).
+
+    Args:
+        gate: [S, F], any floating dtype. Arithmetic is in fp32, in fp64 for fp64.
+        up: as gate in shape and dtype.
+        weights: [S, 1], any floating dtype.
+        activation: as for `gated_activation`.
+
+    Returns:
+        [S, F] in gate's dtype.
+    """
+    wide = gate.to(compute_dtype(gate.dtype))
+    return (gated_activation.reference(wide, up, activation) * weights).to(gate.dtype)
+
+
+@weighted_gate.backward(saves=("gate", "up", "weights", "activation"), gives=("gate", "up", "weights"))
+def weighted_gate_backward(grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor, activation: str) -> list[Tensor]:
+    """The gradients of `weighted_gate`; the activation is recomputed.
+
+    Args:
+        grad: of the result, [S, F] in its dtype. The others are those of `weighted_gate`.
+
+    Returns:
+        [dgate, dup, dweights], in shape and dtype of gate, up and weights.
+    """
+    wide = grad.to(compute_dtype(gate.dtype))
+    d_gate, d_up = gated_activation_backward.reference(wide * weights, gate, up, activation)
+    product = gated_activation.reference(gate.to(wide.dtype), up, activation)
+    return [d_gate, d_up, (wide * product).sum(-1, keepdim=True).to(weights.dtype)]
+
+
+@weighted_gate_backward.provider(
+    "triton",
+    refuses=_refuse,
+    because="the three gradients in one pass, those of gate and up in one buffer",
+)
+def _(grad, gate, up, weights, activation):
+    from tunecompile.templates import swiglu
+
+    return list(swiglu.weighted_backward(grad, gate, up, weights, activation))
 
 
 @op(cost=Cost.POINTWISE)

@@ -1,0 +1,55 @@
+"""Gated activations with a weight for each row, as routing weights stand before an expert's second product."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.passes.run import check, family, random
+
+PASSES = family("swiglu", "weighted_gate")
+
+
+def weighted(gate, up, weights):
+    return (F.silu(gate) * up * weights).to(gate.dtype) * 2
+
+
+def inputs(dtype, of_weights):
+    return *(random(6, 8, dtype=dtype) for _ in range(2)), random(6, 1, dtype=of_weights)
+
+
+@pytest.mark.parametrize(
+    "dtype, of_weights",
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+)
+def test_rows_are_weighted_in_one_op(dtype, of_weights):
+    tol = 1e-5 if dtype == torch.float32 else 1.5e-2
+    check(weighted, *inputs(dtype, of_weights), passes=PASSES, expect={"weighted_gate": 1}, tol=tol)
+
+
+def read_twice(gate, up, weights):
+    gated = F.silu(gate) * up
+    return gated * weights + gated
+
+
+def a_weight_each(gate, up, weights):
+    return F.silu(gate) * up * weights.expand_as(gate).contiguous()
+
+
+def of_columns(gate, up, weights):
+    return F.silu(gate[:, :6]) * up[:, :6] * weights.t()
+
+
+def in_both_dtypes(gate, up, weights):
+    wide = F.silu(gate) * up * weights
+    return wide.to(gate.dtype).sum() + wide.sum()
+
+
+@pytest.mark.parametrize("other", [read_twice, a_weight_each, of_columns])
+def test_others_are_left(other):
+    check(other, *inputs(torch.float32, torch.float32), passes=PASSES, expect={"gated_activation": 1})
+
+
+def test_a_product_that_is_read_in_a_wider_dtype_is_left():
+    given = inputs(torch.bfloat16, torch.float32)
+    seen = check(in_both_dtypes, *given, passes=PASSES, expect={"gated_activation": 1}, tol=1.5e-2)
+    assert "another dtype" in str(seen.refused)
