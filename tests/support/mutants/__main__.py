@@ -9,8 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -31,24 +29,71 @@ LOADED = (
 NOT_RUN = (4, 5)
 
 
+def load() -> None:
+    """Import what all tests need, once for all children."""
+    for name in LOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def files_of(tests: list[str]) -> list[str]:
+    """The files of tests in these folders, the longest first."""
+    paths = [Path(ROOT, test) for test in tests]
+    found = [file for path in paths for file in (path.rglob("test_*.py") if path.is_dir() else [path])]
+    return [str(file.relative_to(ROOT)) for file in sorted(found, key=lambda file: -file.stat().st_size)]
+
+
 def make_map(target: Path, tests: list[str], processes: int, seconds: float) -> None:
-    """Run tests, and write what each of them runs."""
+    """Run tests, a process a file, and write what each of them runs."""
+    load()
+    waiting, running, end = files_of(tests)[::-1], {}, time.time() + seconds
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.support.mutants.lines", "--tb=line"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.support.mutants.lines"]
-        command += ["-m", "not gpu and not slow", "--no-header", "--tb=no", *tests]
-        command += ["-n", str(processes), "--dist", "worksteal"] if processes > 1 else []
-        try:
-            subprocess.run(
-                command, cwd=ROOT, env={**os.environ, "LINES": f"{folder}/part"}, timeout=seconds, check=False
-            )
-        except subprocess.TimeoutExpired:
-            print("the map is not complete")
+        os.environ["LINES"] = f"{folder}/part"
+        while (waiting or running) and time.time() < end:
+            while waiting and len(running) < processes:
+                file = waiting.pop()
+                running[in_a_child([*options, "-m", "not gpu and not slow", file], f"{folder}/{len(waiting)}.out")] = (
+                    file
+                )
+            done, status = os.waitpid(-1, os.WNOHANG)
+            if done:
+                file, code = running.pop(done), os.waitstatus_to_exitcode(status)
+                if code not in (0, *NOT_RUN):
+                    print(f"{file}: pytest ended with {code}")
+            else:
+                time.sleep(0.05)
+        for child, file in running.items():
+            os.kill(child, signal.SIGKILL)
+            print(f"{file}: not done")
+        print(f"{len(waiting)} files were not begun")
         found = {}
         for part in Path(folder).glob("part.*.json"):
             found |= json.loads(part.read_text())
     passed = {test: entry for test, entry in found.items() if entry.get("passed")}
     target.write_text(json.dumps(passed))
     print(f"{len(passed)} tests that pass of {len(found)}")
+
+
+def in_a_child(options: list[str], output: str, mutant: Mutant | None = None) -> int:
+    """The number of a process that runs pytest, with a mutant or without. It exits as pytest does."""
+    if (child := os.fork()) != 0:
+        return child
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    code = 3
+    try:
+        import pytest
+
+        if mutant is not None:
+            Planter(mutant).plant()
+        code = int(pytest.main(options))
+    finally:
+        os._exit(code)
 
 
 class Coverage:
@@ -90,21 +135,8 @@ class Coverage:
 
 def fate(mutant: Mutant | None, tests: list[str], seconds: float) -> str:
     """`killed`, `survived`, `endless` or `not run`: of one mutant in a process of its own."""
-    child = os.fork()
-    if child == 0:
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        code = 3
-        try:
-            import pytest
-
-            if mutant is not None:
-                Planter(mutant).plant()
-            options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
-            code = int(pytest.main([*options, *tests]))
-        finally:
-            os._exit(code)
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+    child = in_a_child([*options, *tests], os.devnull, mutant)
     begin = time.time()
     while time.time() - begin < START + SLOWER * seconds:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -120,12 +152,6 @@ def fate(mutant: Mutant | None, tests: list[str], seconds: float) -> str:
 
 def worker(mutants: list[Mutant], tests: Coverage, end: float, out: Path) -> None:
     """Judge mutants, one after another, until the time is over; a line of JSON for each."""
-    import torch
-
-    for name in LOADED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    torch.set_num_threads(1)
     with out.open("w") as file:
         for number, mutant in enumerate(mutants):
             chosen, count = tests.of(mutant)
@@ -148,6 +174,7 @@ def run(arguments: argparse.Namespace) -> None:
     tests, end = Coverage(arguments.map), time.time() + arguments.seconds
     found = all_mutants(tuple(arguments.folders or FOLDERS))
     sample = random.Random(arguments.seed).sample(found, min(arguments.sample or len(found), len(found)))
+    load()
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for number in range(arguments.processes):
