@@ -64,6 +64,14 @@ def test_a_product_is_written_where_a_concatenation_stands():
     assert peak(fn).peak == 3 * SQUARE  # two for what is concatenated, one for the product
 
 
+def test_two_products_are_written_where_they_are_concatenated_and_those_of_batches_are_copied():
+    def squares(fn):
+        return peak(lambda a, b: torch.cat([fn(a, b), fn(a, a)], -1).sum()).peak // SQUARE
+
+    assert squares(torch.mm) == 2
+    assert squares(lambda a, b: torch.bmm(a[None], b[None])) == 4
+
+
 def test_a_product_of_another_shape_is_copied_into_a_concatenation():
     def fn(a, b):
         wide = torch.cat([(a @ b).view(1, N, N), torch.full((1, N, N), 0.0)], 2)

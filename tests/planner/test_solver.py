@@ -269,6 +269,24 @@ def test_a_host_that_cannot_hold_all_is_shared():
     assert choose([LayerRun(30, options)], 300, host=10**6).ms < 30 * 10.2
 
 
+def test_a_layer_that_sends_more_to_the_host_needs_room_there_for_the_rest_alone():
+    again = Plan(frozenset({0}))
+    options = (
+        PlanOption(KEEP, 72, 0, 10, 0.0),
+        PlanOption(KEEP, 44, 0, 10, 0.1, offloaded=28),
+        PlanOption(KEEP, 0, 0, 10, 3.0, offloaded=72),
+        PlanOption(again, 10, 0, 10, 20.0),
+    )
+    made = choose([LayerRun(4, options)], 102, host=133)
+    assert made.fits and sorted(o.offloaded for o in made.options[0]) == [0, 0, 0, 72]
+
+
+def test_copies_that_cost_nothing_go_less_far_ahead_where_room_is_short():
+    options = (PlanOption(KEEP, 100, 0, 10, 0.0), PlanOption(KEEP, 0, 0, 10, 0.0, offloaded=100))
+    made = choose([LayerRun(6, options)], 260)
+    assert (made.fits, made.ahead, made.ms) == (True, 1, 0.0)
+
+
 def test_a_host_smaller_than_an_equal_share_takes_as_many_layers_as_it_can():
     """70B at 120k tokens: each layer's input alone is more than its share of the host."""
     keep, again = PlanOption(KEEP, 200, 0, 90, 0.0), PlanOption(Plan(None), 20, 0, 90, 10.0)

@@ -7,8 +7,8 @@ import pytest
 from tunecompile.planner.candidates import CandidateCost
 from tunecompile.planner.cost_model import Work
 from tunecompile.planner.hardware import Rates
-from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, Plan
-from tunecompile.planner.step_plan import RegionCandidates, RegionRun, StepRequest, solve
+from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, LayerRun, Plan, PlanOption, choose
+from tunecompile.planner.step_plan import RegionCandidates, RegionRun, StepRequest, leave_room_for_graphs, solve
 
 HALF = Plan(frozenset({0}))
 ROWS = (
@@ -86,3 +86,24 @@ def test_which_plans_outlive_a_change_of_the_memory_that_is_there():
     assert tight.outlives(5, True) and not tight.outlives(0, False) and not tight.outlives(-peak, True)
     hopeless = solve(beside(1))
     assert not hopeless.choice.fits and not hopeless.outlives(5, True)
+
+
+def test_a_plan_that_leaves_room_for_all_recordings():
+    """The last share of the room is what a plan may take for that; larger ones are recorded in part."""
+    sizes = {100: 0.0, 79: 1.0, 65: 2.0}  #: milliseconds by the bytes that a plan holds
+    runs = [LayerRun(1, tuple(PlanOption(Plan(frozenset({held})), held, 0, 0, ms) for held, ms in sizes.items()))]
+    fastest = choose(runs, 100)
+    for gain, held, short in ((10.0, 65, False), (1.9, 79, False), (0.1, 100, False), (0.0, 100, False)):
+        choice, found = leave_room_for_graphs(fastest, runs, 100, 0, gain)
+        assert (choice.peak, found) == (held, short), gain
+    assert leave_room_for_graphs(fastest, [LayerRun(1, runs[0].options[:2])], 100, 0, 10.0)[1]
+    assert leave_room_for_graphs(fastest, runs, 100, 0, 10.0, spare=50) == (fastest, False)
+
+
+def test_layers_that_show_no_backward_and_those_that_follow_one_plan():
+    runs = (RegionRun(1, 2, only=RECOMPUTE), RegionRun(2, 3))
+    asked, frozen = request(0, runs=runs).layer_runs()
+    assert [option.plan for option in asked.options] == [RECOMPUTE] and asked.layers == 2
+    assert frozen == LayerRun(3, (PlanOption(KEEP, 0, 0, 0, 0.0),))
+    unseen = request(0, runs=runs, all_seen=False).layer_runs()[1]
+    assert len(unseen.options) > 1, "as the first region"
