@@ -126,6 +126,11 @@ REASONS = {
         "logits are read, or written to, before the loss, which then takes them as they are",
         "Compute the loss from the logits before they are used otherwise.",
     ),
+    "logits-read-late": NoteKind(
+        "logits of a step were read when the head's weights had changed: they were made of the new weights, and are "
+        "computed at once since",
+        "Read logits before optimizer.step(), or within the forward.",
+    ),
     "head-eager": NoteKind("the head runs eagerly: {detail}"),
     "head-gathered": NoteKind("{subject} gathers its weight for each call, and {detail}"),
     "model-without-loss": NoteKind("the model computes no loss", "Give the model labels."),

@@ -46,6 +46,17 @@ class LinearHead:
     up: Tensor | None = None
     scale: float = 1.0
     adapter_dtype: torch.dtype | None = None
+    state: tuple = ()  #: of its tensors when the head was called, as `state_now` returns it
+
+    def state_now(self) -> tuple[tuple[int, int], ...]:
+        """Address and version of each tensor: a write changes one of them. (One through `.data` does not.)"""
+        tensors = [each for each in (self.weight, self.bias, self.down, self.up) if each is not None]
+        return tuple([(_address(each), 0 if each.is_inference() else each._version) for each in tensors])
+
+    @property
+    def changed(self) -> bool:
+        """Whether a tensor was written to, or its memory replaced, since the head was called."""
+        return bool(self.state) and self.state != self.state_now()
 
     @property
     def vocabulary(self) -> int:
@@ -63,6 +74,11 @@ class LinearHead:
     def outer(self) -> Tensor | None:
         """Return up, [V, r], in `adapter_dtype`; None without an adapter."""
         return None if self.up is None else self.up.to(self.adapter_dtype)
+
+
+def _address(tensor: Tensor) -> int:
+    """0 for a subclass, which may have none."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 
 
 def _head(module: nn.Module, hidden: Tensor) -> Tensor:

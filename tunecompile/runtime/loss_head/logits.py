@@ -76,6 +76,8 @@ class Logits:
             real = self._make()
             if self.source is None:
                 self._write(real)
+            if self.late and real.requires_grad:
+                real.register_hook(_refuse_gradient)
             for hook in self.hooks:
                 real.register_hook(hook)
         if not real.is_inference():  # an inference tensor is of no use to a later loss
@@ -96,6 +98,14 @@ class Logits:
                 place = view(place)
             step(place)
 
+    @property
+    def late(self) -> bool:
+        """Whether what they are made of was written to since the head was called.
+
+        A gathered weight is another tensor each time.
+        """
+        return self.head.gathered is None and self.product.changed
+
     def still(self, steps: tuple[LogitStep, ...]) -> bool:
         """Whether the logits are unchanged since `steps`."""
         return self.steps == steps and self.pristine
@@ -105,6 +115,8 @@ class Logits:
 
     def compute(self, steps: tuple[LogitStep, ...], hidden: Tensor | None = None) -> Tensor:
         """Return the logits after some `steps`, in new memory."""
+        if self.late:
+            self.head.read_late()
         value = self.head.logits(self.hidden if hidden is None else hidden, self.autocast)
         for step in steps:
             value = step(value)
@@ -175,6 +187,10 @@ class Logits:
             if (each := ahead.pop()) is not None:
                 each.hidden, each.padded, each.real = whole, False, None  # metrics may have read them before
                 ahead += [each.source, each.before]
+
+
+def _refuse_gradient(grad: Tensor) -> None:
+    raise RuntimeError("what logits are made of has been modified by an inplace operation before they were read")
 
 
 CASTS = {Tensor.float, Tensor.to, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}

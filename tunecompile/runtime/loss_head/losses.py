@@ -60,6 +60,8 @@ def _cross_entropy(
 
 
 def _loss(recipe, func, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing) -> Tensor:
+    if recipe.late:
+        raise Unfit(note("logits-read-late"))
     chain, dtype = understand(recipe), result_dtype(func, recipe.meta.dtype, recipe.hidden.device.type)
     if weight is not None or reduction not in ("mean", "sum", "none") or size_average is not None or reduce is not None:
         raise Unfit(note("class-weights"))
@@ -147,6 +149,8 @@ def _arguments(
     recipe: Logits, chain: Chain, hidden: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple:
     """The arguments of the ops."""
+    if recipe.late:
+        recipe.head.read_late()
     product, dtype = recipe.head.now(recipe.product), recipe.product.dtype
     with torch.autocast(hidden.device.type, enabled=False):  # the head ran under its own, which the loss need not share
         inner, outer = product.inner(hidden), product.outer()

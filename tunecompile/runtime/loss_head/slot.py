@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,12 +20,13 @@ from tunecompile.integrations.deepspeed import gathered
 from tunecompile.integrations.fsdp import held
 from tunecompile.integrations.layer_host import HostDefaults, LayerHost
 from tunecompile.integrations.loss_caller import labels_are_given
-from tunecompile.notes import Note, note
+from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.loss_head.deferred import lazily
 from tunecompile.runtime.loss_head.linear_head import HeadTracer, LinearHead, NotLinear
 from tunecompile.runtime.loss_head.logits import Logits
 from tunecompile.runtime.step import Step
 
+log = logging.getLogger("tunecompile")
 SPARSE = 0.9  #: with a smaller share of labelled rows, finding them costs less than computing the others
 
 
@@ -70,6 +72,7 @@ class Head:
     labelled: Labelled = field(default_factory=Labelled)
     gathered: LayerHost | None = None  #: what has its weight gathered while a loss is computed
     scored: weakref.ref | None = None  #: the hidden states of the last loss
+    at_once: bool = False  #: whether logits were read when the weights had changed, and are computed at once since
 
     def note_loss_of(self, hidden: Tensor) -> None:
         """Remember that a loss of these hidden states' logits was computed."""
@@ -91,6 +94,13 @@ class Head:
         """`attempt`, but where the head's hooks are called, too: what they send other processes expect once."""
         return self.attempt(call) if self.gathered is None else call()
 
+    def read_late(self) -> None:
+        """Logits are read that can no longer be made: what is made instead is told, and later steps do not wait."""
+        if not self.at_once:
+            self.at_once = True
+            self.refuse(note("logits-read-late"))
+            log.warning("tunecompile: %s. %s", note("logits-read-late"), KINDS["logits-read-late"].mend)
+
     def refuse(self, reason: Note) -> None:
         if reason not in self.tally.refused:
             self.tally.refused.append(reason)
@@ -102,6 +112,7 @@ def defer(head: Head, hidden: Tensor, product: LinearHead) -> Tensor:
     trained = torch.is_grad_enabled() and (
         hidden.requires_grad or any(p.requires_grad for p in head.module.parameters())
     )
+    product = replace(product, state=product.state_now())
     return lazily(Logits(head, hidden, product, _autocast(hidden), meta, trained, head.padded()))
 
 
@@ -132,7 +143,7 @@ class HeadSlot:
             # logits of a forward without gradients are real, and anybody's
             whole = self.head.read(args[0], _autocast(args[0]))
             args = args if whole is None else (whole, *args[1:])
-        deferred = self.step.active if torch.is_grad_enabled() else self._scores()
+        deferred = self._trains() if torch.is_grad_enabled() else self._scores()
         if not deferred or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return call_original(module, *args, **kwargs)
         if self.placement is None:
@@ -143,6 +154,9 @@ class HeadSlot:
         if self.placement.gathers_for_loss:
             return self._gathered_later(args[0], self.placement)
         return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
+
+    def _trains(self) -> bool:
+        return self.step.active and not self.head.at_once
 
     def _look_around(self) -> None:
         """Once, when the head is where it will be trained."""
