@@ -146,7 +146,7 @@ REASONS = {
     "modules-on-several-devices": NoteKind("its modules are on several devices", "Keep each layer on one device."),
     "hook-without-gradients": NoteKind("a hook inside runs without gradients"),
     "function-replaced": NoteKind(
-        "torch.nn.functional.{subject} is another function, which compiled code cannot call",
+        "{subject} is another function, which compiled code cannot call",
         "Put torch's function back, or replace the module that calls it.",
     ),
     "context-parallel-attention": NoteKind(

@@ -182,6 +182,7 @@ class LayerSlot:
             self.region.replays = None
         separate_names(self.layer)
         self.inside = ModuleSnapshot(self.layer)
+        self.region.classes.add(self.layer.modules())
 
     def follow_modules(self) -> bool:
         """Adapters may have come into the layer, and hooks with them.
@@ -193,6 +194,7 @@ class LayerSlot:
             return False
         separate_names(self.layer)
         late, self.inside = self.inside.late, ModuleSnapshot(self.layer)
+        self.region.classes.add(self.layer.modules())
         return late
 
     @property
@@ -276,6 +278,7 @@ class LayerSlot:
             kwargs.get(WINDOW),
             self._hooked(),
             hooks_were_seen(),  # graphs that were made before may have come from a cache
+            self.region.classes.version,
         )
         ones, kinds = (size == 1 for size in sizes), ((where, t.dtype, t.requires_grad) for where, t in tensors)
         left_out = are_unread(kwargs) and self.placement is None and not self.region.weights_read

@@ -13,8 +13,9 @@ modules: where a hook was registered anywhere, and at every 32nd step. (While an
 from __future__ import annotations
 
 import itertools
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -105,6 +106,45 @@ class ModuleSnapshot:
     def buffers(self) -> list[Tensor]:
         """The layer's buffers now."""
         return [buffer for held in self.buffered if held for buffer in held.values() if buffer is not None]
+
+
+_METHODS = (types.FunctionType, property, staticmethod, classmethod)
+
+
+class ClassWatch:
+    """The methods of the classes of some modules.
+
+    Dynamo guards on the class of a module, and on few of the methods that it finds there: another `forward` of PEFT's
+    linears was not noticed.
+    """
+
+    def __init__(self):
+        self.classes: dict[type, dict[str, Any]] = {}  #: what stands in each of them
+        self.states: list[dict] = []  #: their methods, whenever they differed
+        self.version = 0  #: tells the present state from others
+
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Watch the classes of these modules, too. (`Step` looks at those of `nn.Module`.)"""
+        for kind in set(map(type, modules)):
+            for base in kind.__mro__:
+                if base not in self.classes and base not in (object, nn.Module):
+                    self.classes[base] = dict(vars(base))
+
+    def look(self) -> int:
+        """The version, renewed. (Compared in C: 0.01 ms for the twenty classes of an adapted layer.)"""
+        changed = [kind for kind, known in self.classes.items() if vars(kind) != known]
+        if changed:
+            before = self._methods()
+            self.classes.update({kind: dict(vars(kind)) for kind in changed})
+            after = self._methods()
+            if before != after:  # and not a number that a class counts
+                self.states += [methods for methods in (before, after) if methods not in self.states]
+                self.version = self.states.index(after)
+        return self.version
+
+    def _methods(self) -> dict[tuple[type, str], Any]:
+        found = ((kind, name, value) for kind, own in self.classes.items() for name, value in own.items())
+        return {(kind, name): value for kind, name, value in found if isinstance(value, _METHODS)}
 
 
 def _held(hooks: dict, drop: Callable[[Any], None]) -> Any:

@@ -22,6 +22,7 @@ from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.dynamic_shapes import DynamicShapes
 from tunecompile.runtime.memory.weight_cache import WeightCache
+from tunecompile.runtime.module_watch import ClassWatch
 from tunecompile.runtime.variant import Variant
 
 T = TypeVar("T")
@@ -50,6 +51,7 @@ class Region:
     backends: dict[Plan | str, Backend] = field(default_factory=dict)
     variants: dict[tuple[Plan | str, CallKind], Variant] = field(default_factory=dict)
     sizes: DynamicShapes = field(default_factory=DynamicShapes)
+    classes: ClassWatch = field(default_factory=ClassWatch)  #: of the modules in its layers
     bypassed: bool = False
     weights_read: bool = False  #: whether a caller read attention weights that it did not request
     packed: bool = False  #: whether modules inside have 4-bit stacks, and so a class of their own in each layer

@@ -23,6 +23,10 @@ log = logging.getLogger("tunecompile")
 T = TypeVar("T")
 
 
+#: methods that run around what Dynamo traces, or that a head's loss takes the place of
+_CALLS = ((nn.Module, "__call__"), (nn.Module, "_call_impl"), (nn.Linear, "forward"))
+
+
 def _is_foreign(function: Any) -> bool:
     """Whether a function is of a package whose replacements are not known. (DeepSpeed's linears are.)"""
     home = str(getattr(function, "__module__", None) or "torch")
@@ -65,9 +69,11 @@ class Step:
     recovery: Recovery | None = None  #: from running out of memory, where there may be a budget
     full: bool = False  #: whether memory ran out where there is none
     known: dict[str, Any] = field(default_factory=dict)  #: the functions of `torch.nn.functional`
-    #: the name of one that somebody has replaced. Dynamo sets no guard on them, and the code of its graphs calls them
-    #: by name: a function of the user's that calls the original would be called again inside itself
+    #: the name of one of these, or of `_CALLS`, that somebody has replaced. Dynamo sets no guard on them, and the code
+    #: of its graphs calls them by name: a function of the user's that calls the original would be called again inside
+    #: itself
     replaced: str | None = None
+    foreign: str | None = None  #: the same, of the functions alone
     state: Callable[[], Any] = lambda: None  #: what `optimize` attached, while it exists
 
     @property
@@ -83,7 +89,9 @@ class Step:
         """Comparing all functions of a module takes 0.01 ms."""
         if self.known != vars(F):
             self.known = dict(vars(F))
-            self.replaced = next((name for name, value in self.known.items() if _is_foreign(value)), None)
+            self.foreign = next((f"{F.__name__}.{name}" for name, f in self.known.items() if _is_foreign(f)), None)
+        called = (f"torch.nn.{kind.__name__}.{name}" for kind, name in _CALLS if _is_foreign(getattr(kind, name)))
+        self.replaced = self.foreign or next(called, None)
 
     def telling(self, call: Callable[[], T]) -> T:
         """Run `call`. Where memory runs out without a budget, a warning names the option that makes room, once."""

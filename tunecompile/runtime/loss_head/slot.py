@@ -24,6 +24,7 @@ from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.loss_head.deferred import lazily
 from tunecompile.runtime.loss_head.linear_head import HeadTracer, LinearHead, NotLinear
 from tunecompile.runtime.loss_head.logits import Logits
+from tunecompile.runtime.module_watch import ClassWatch
 from tunecompile.runtime.step import Step
 
 log = logging.getLogger("tunecompile")
@@ -129,7 +130,8 @@ class HeadSlot:
 
     def __init__(self, step: Step, head: Head, passes: tuple = ()):
         self.step, self.head, self.called, self.placed = step, head, False, False
-        self.tracer = HeadTracer(head.module, passes)
+        self.passes, self.classes = passes, ClassWatch()
+        self.tracers: dict[int, HeadTracer] = {}  #: by the version of the classes
         self.placement: LayerHost | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +145,9 @@ class HeadSlot:
             # logits of a forward without gradients are real, and anybody's
             whole = self.head.read(args[0], _autocast(args[0]))
             args = args if whole is None else (whole, *args[1:])
+        if self.step.replaced is not None:
+            self.head.refuse(note("head-eager", detail=note("function-replaced", self.step.replaced)))
+            return call_original(module, *args, **kwargs)
         deferred = self._trains() if torch.is_grad_enabled() else self._scores()
         if not deferred or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return call_original(module, *args, **kwargs)
@@ -219,7 +224,13 @@ class HeadSlot:
         module = self.head.module
         if hooked(module):
             raise NotLinear(note("with-hooks"))
-        return self._plain(hidden) if _is_plain(module) else self.tracer.product(hidden)
+        if _is_plain(module):
+            return self._plain(hidden)
+        self.classes.add(module.modules())
+        version = self.classes.look()
+        if version not in self.tracers:
+            self.tracers[version] = HeadTracer(module, self.passes)
+        return self.tracers[version].product(hidden)
 
     def _plain(self, hidden: Tensor) -> LinearHead:
         module = self.head.module

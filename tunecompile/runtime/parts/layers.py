@@ -77,8 +77,10 @@ class Layers(Part):
         state.slots.append(slot)
 
     def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
-        """Modules inside layers may have come, gone, or got hooks."""
+        """Modules inside layers may have come, gone, or got hooks, and their classes other methods."""
         late = [slot.follow_modules() for slot in slots]
+        for region in state.regions:
+            region.classes.look()
         if any(late) and (found := note("hooks-replaced", steps=TURNS)) not in state.notes:
             state.notes.append(found)
 
