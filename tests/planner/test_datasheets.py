@@ -4,6 +4,7 @@ import pytest
 
 from tunecompile.errors import UnknownGpu
 from tunecompile.planner.datasheets import GPUS, DatasheetGauge, find_gpu
+from tunecompile.planner.device_memory import HostGauge
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
@@ -61,3 +62,7 @@ def test_wrong_figures_are_refused(text, says):
     with pytest.raises(UnknownGpu, match=says) as told:
         find_gpu(text)
     assert all(name in str(told.value) for name in GPUS)
+
+
+def test_the_host_has_all_of_its_memory():
+    assert HostGauge().available() == HostGauge().total() > 2**28

@@ -1,8 +1,11 @@
 """Attention without dropout is recomputed: the same bits for fewer saved bytes; with dropout never."""
 
+from operator import getitem
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tunecompile
@@ -11,7 +14,7 @@ from tests.support.compare import assert_equal
 from tests.support.memory.budgets import step
 from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.planner import candidates
-from tunecompile.planner.recompute_attention import is_recomputable
+from tunecompile.planner.recompute_attention import is_recomputable, recompute_in_backward
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -66,3 +69,46 @@ def test_which_calls_are_recomputable():
     graph = make_fx(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True))(q).graph
     assert len([node for node in graph.nodes if is_recomputable(node)]) == 1
     assert not any(map(is_recomputable, make_fx(lambda q: (q @ q.mT).softmax(-1))(q).graph.nodes))
+
+
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def forward_and_backward(returns_it: bool) -> tuple[Graph, Graph]:
+    """The graphs of attention on q, of k times 2 and of v: results, and what the backward reads."""
+    forward, backward = Graph(), Graph()
+    q, k, v = (forward.placeholder(name) for name in "qkv")
+    wide = forward.call_function(torch.mul, (k, 2))
+    call = forward.call_function(ATTENTION, (q, wide, v, 0.0, True))
+    out, sums = (forward.call_function(getitem, (call, place)) for place in (0, 1))
+    result = forward.call_function(torch.mul, (out, 3))
+    forward.output((out if returns_it else result, q, wide, v, out, sums))
+    given = {node.name: backward.placeholder(node.name) for node in (q, wide, v, out, sums)}
+    grad = backward.call_function(torch.mul, (backward.placeholder("tangent"), 3))
+    inputs = [given[node.name] for node in (q, wide, v, out, sums)]
+    made = backward.call_function(BACKWARD, (grad, *inputs, 0.0, True))
+    backward.output(tuple(backward.call_function(getitem, (made, place)) for place in range(3)))
+    for node in (call, given[out.name]):
+        node.meta["val"] = None
+    return forward, backward
+
+
+def run_both(graphs: tuple[Graph, Graph], inputs: list[torch.Tensor], tangent: torch.Tensor) -> tuple:
+    forward, backward = (GraphModule({}, graph) for graph in graphs)
+    result, *saved = forward(*inputs)
+    return result, *backward(*saved, tangent)
+
+
+@pytest.mark.parametrize("returns_it", [False, True])
+def test_attention_moves_into_the_backward_graph(returns_it):
+    """Unless its output is a result as well."""
+    torch.manual_seed(0)
+    *inputs, tangent = (torch.randn(1, 2, 8, 16) for _ in range(4))
+    graphs = forward_and_backward(returns_it)
+    expected = run_both(graphs, inputs, tangent)
+    assert recompute_in_backward(*graphs, 1) == (not returns_it)
+    saved = graphs[0].output_node().args[0]
+    assert len(saved) == (6 if returns_it else 5)
+    assert sum(node.target is ATTENTION for node in graphs[1].nodes) == (not returns_it)
+    assert all(map(torch.equal, run_both(graphs, inputs, tangent), expected))

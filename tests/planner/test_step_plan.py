@@ -107,3 +107,18 @@ def test_layers_that_show_no_backward_and_those_that_follow_one_plan():
     assert frozen == LayerRun(3, (PlanOption(KEEP, 0, 0, 0, 0.0),))
     unseen = request(0, runs=runs, all_seen=False).layer_runs()[1]
     assert len(unseen.options) > 1, "as the first region"
+
+
+def test_surveys_end_where_a_plan_fits_and_more_would_not_help():
+    """More plans may leave room for recordings."""
+    made, (one, more) = solve(beside(10**6)), (RegionCandidates(ROWS[:count], 8) for count in (1, 3))
+    assert made.settles([one, more])
+    short = replace(made, short=True)
+    assert short.settles([more]) and not short.settles([one, more])
+    assert not solve(beside(1)).settles([more])
+
+
+def test_frozen_weights_stay_packed_where_a_layer_recomputes():
+    small = {1: RegionCandidates(ROWS, 8, whole=True, passed=10, weights=1)}
+    made = solve(beside(solve(beside(10**6)).choice.peak - 1, candidates=small))
+    assert made.choice.fits and made.choice.peak + 2 <= made.room and made.weights == 0

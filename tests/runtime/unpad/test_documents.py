@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_mask
+from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_mask, read_padding
 from tunecompile.runtime.unpad.flat_batch import MASKS, FlatBatch
 
 
@@ -116,6 +116,7 @@ def test_labels_that_count_at_padding():
         if change is not None:
             given[change] = 7
         assert read_mask(causal(real), (0,), given).labelled == expected, change
+        assert read_padding(real, given).labelled == expected, change
 
 
 @pytest.mark.parametrize("at_once", [1, 40, 1 << 26])
