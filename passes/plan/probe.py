@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tunecompile._torch.autograd import outside_compilation
-from tunecompile._torch.card import has_bfloat16, running_on
+from tunecompile._torch.card import RUN, has_bfloat16, shown_on
 from tunecompile.compiler import tuning_cache
 from tunecompile.compiler.partitioner import source_hash
 from tunecompile.compiler.pass_manager import Context
@@ -32,9 +32,6 @@ __all__ = ["BY_TEMPLATE", "choose", "compare", "examine", "fault_of", "is_tested
 KIND = "probe"  #: of files beside the measured choices
 
 BY_TEMPLATE = ("triton", "joined")  #: names of providers that launch a template
-#: compute capabilities on which the tests run. A trial takes 0.3 to 2.5 s, most of it Triton's compiler, and there it
-#: would only repeat them.
-TESTED = ((9, 0),)
 FACTOR = 4  #: how much further than the reference from fp64 a template may be, which sums in another order
 LEAST = 2.0**-11  #: relative error of TF32's products, in which fp32 may be multiplied
 log = logging.getLogger("tunecompile")
@@ -62,9 +59,11 @@ def choose(op: Op, values: list, context: Context) -> Provider:
 
 
 def is_tested(device: torch.device) -> bool:
-    """Whether templates need no trial on a device: there are tests on such a GPU, or it is none."""
-    found = running_on(device)
-    return found is None or found in TESTED
+    """Return whether templates need no trial on a device: tests ran on such a GPU, or it is none.
+
+    A trial takes 0.3 to 2.5 s, most of it Triton's compiler, and would only repeat the tests.
+    """
+    return device.type != "cuda" or not torch.cuda.is_available() or shown_on(device) == RUN
 
 
 def examine(device: torch.device) -> Iterator[tuple[Op, str]]:

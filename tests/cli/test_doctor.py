@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -122,6 +123,31 @@ def test_generations_of_gpus(monkeypatch, nvml, capability, status):
     for name, value in (("is_available", True), ("device_count", 1), ("get_device_capability", capability)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert doctor.gpu().status == status and "H200 128.00 GiB" in doctor.gpu().found
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "platform", "status", "says"),
+    [
+        (None, (9, 0), "linux", "ok", "tests run"),
+        (None, (8, 9), "linux", "ok", "larger"),
+        (None, (10, 0), "linux", "warning", "none ran"),
+        (None, (6, 1), "linux", "warning", "no such card"),
+        ("6.4", (9, 4), "linux", "warning", "none ran"),
+        (None, (9, 0), "win32", "warning", "win32"),
+    ],
+)
+def test_what_was_shown_on_a_card(monkeypatch, hip, capability, platform, status, says):
+    properties = SimpleNamespace(gcnArchName="gfx942:sramecc+")
+    for name, value in (
+        ("is_available", True),
+        ("get_device_capability", capability),
+        ("get_device_properties", properties),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(sys, "platform", platform)
+    line = doctor.card()
+    assert line.status == status and says in line.found
 
 
 def test_bitsandbytes_without_its_library(monkeypatch):

@@ -18,6 +18,10 @@ import torch
 __all__ = [
     "AMPERE",
     "CARDS",
+    "COMPILED",
+    "EMULATED",
+    "NOTHING",
+    "RUN",
     "VARIABLE",
     "Card",
     "acting_as",
@@ -26,8 +30,8 @@ __all__ = [
     "has_bfloat16",
     "hold_to_memory",
     "older_than",
-    "running_on",
     "shared_memory",
+    "shown_on",
     "total_memory",
     "warp_size",
 ]
@@ -41,6 +45,11 @@ LDS = 65536  #: bytes of AMD's cards, which is also what NVIDIA's oldest ones ha
 #: specifications); `LDS` elsewhere
 SHARED = {(8, 0): 166912, (8, 6): 101376, (8, 7): 166912, (8, 9): 101376, (9, 0): 232448}
 SHARED |= {(10, 0): 232448, (10, 3): 232448, (11, 0): 232448, (12, 0): 101376, (12, 1): 101376}
+RUN, EMULATED, COMPILED, NOTHING = "run", "emulated", "compiled", "not tried"
+#: what was shown on which NVIDIA cards, by compute capability (docs/pages/reference/hardware.md)
+SHOWN = {(9, 0): RUN, (7, 5): EMULATED, (8, 6): EMULATED, (8, 9): EMULATED, (12, 0): EMULATED}
+SHOWN |= {(8, 0): COMPILED, (10, 0): COMPILED}
+SHOWN_ON_AMD = {"gfx942": COMPILED, "gfx1100": COMPILED}  #: the same by architecture
 
 
 @dataclass(frozen=True)
@@ -106,9 +115,12 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if card is None else card.capability
 
 
-def running_on(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of the GPU that runs kernels, whichever card it is to behave as; None without one."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
+def shown_on(device: torch.device) -> str:
+    """What was shown on cards like a GPU that is there: one of `RUN`, `EMULATED`, `COMPILED` and `NOTHING`."""
+    if torch.version.hip:
+        name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        return SHOWN_ON_AMD.get(name, NOTHING)
+    return SHOWN.get(torch.cuda.get_device_capability(device), NOTHING)
 
 
 def older_than(device: torch.device, least: tuple[int, int]) -> bool:

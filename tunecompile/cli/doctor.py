@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from importlib import metadata
 
@@ -16,6 +17,7 @@ from torch.torch_version import TorchVersion
 
 from tunecompile import passes as own_passes
 from tunecompile._torch import known_bugs, lookup
+from tunecompile._torch.card import COMPILED, EMULATED, RUN, shown_on
 from tunecompile._torch.inductor import cache_folder
 from tunecompile._torch.private_names import PRIVATE_NAMES
 from tunecompile.cli.monitor.gpu import Nvml
@@ -285,6 +287,23 @@ def environment() -> Line:
     return Line("environment", "warning", ", ".join(given), f"Unset those that are not intended ({'; '.join(odd)}).")
 
 
+def card() -> Line:
+    """Say what was shown on this kind of card and system."""
+    if sys.platform != "linux":
+        return Line("this card", "warning", f"nothing was tried on {sys.platform}", "Linux is what the tests run on.")
+    if not torch.cuda.is_available():
+        return Line("this card", "ok", "no GPU: the tests run on CPUs, too")
+    shown = shown_on(torch.device("cuda", 0))
+    if shown == RUN:
+        return Line("this card", "ok", "the tests run on such cards")
+    said = {
+        EMULATED: "kernels were compiled for such cards, and their choices ran on a larger one",
+        COMPILED: "kernels were compiled for such cards, and none ran",
+    }.get(shown, "no such card was tried")
+    mend = "Let `tunecompile.verify(model, batch)` compare a step with eager's before you train for long."
+    return Line("this card", "ok" if shown == EMULATED else "warning", said, mend)
+
+
 def templates() -> Line:
     """Try each template on the first GPU, on a few rows."""
     if not torch.cuda.is_available():
@@ -322,6 +341,7 @@ def checks() -> tuple[tuple[str, Callable[[], Line]], ...]:
         ("C compiler", functools.partial(compiler, "CC", ("gcc", "clang"), ".c", on_gpu)),
         ("C++ compiler", functools.partial(compiler, "CXX", ("g++", "clang++"), ".cpp", not on_gpu)),
         ("Triton kernel", kernel),
+        ("this card", card),
         ("templates", templates),
         ("Inductor's cache", functools.partial(cache, "Inductor's cache", cache_folder, "TORCHINDUCTOR_CACHE_DIR")),
         ("Triton's cache", functools.partial(cache, "Triton's cache", triton_cache, "TRITON_CACHE_DIR")),
