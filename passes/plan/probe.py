@@ -26,6 +26,7 @@ from tunecompile.ir.op import OPS, Op, Provider
 from tunecompile.ir.pretend_gpu import pretending
 from tunecompile.notes import Note, note
 from tunecompile.passes.plan.probe_arguments import ARGUMENTS, arguments_of
+from tunecompile.passes.plan.rivals import prefer
 
 __all__ = ["BY_TEMPLATE", "choose", "compare", "examine", "fault_of", "is_tested", "owner", "wide"]
 
@@ -46,6 +47,7 @@ def choose(op: Op, values: list, context: Context) -> Provider:
         values: its arguments: fake tensors and constants.
         context: gets a note of each template that is not used.
     """
+    prefer(op, values, _is_right)
     provider = op.choose(values, context.precision)
     devices = [leaf.device for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     while provider.name in BY_TEMPLATE and devices and not pretending():
@@ -64,6 +66,11 @@ def is_tested(device: torch.device) -> bool:
     A trial takes 0.3 to 2.5 s, most of it Triton's compiler, and would only repeat the tests.
     """
     return device.type != "cuda" or not torch.cuda.is_available() or shown_on(device) == RUN
+
+
+def _is_right(op: Op, provider: Provider, device: torch.device) -> bool:
+    """Whether a provider passes a trial, which is not stored: packages are updated."""
+    return _try(op, provider, device, precision_on(device)) == ""
 
 
 def examine(device: torch.device) -> Iterator[tuple[Op, str]]:

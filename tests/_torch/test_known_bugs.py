@@ -118,6 +118,20 @@ def test_delta_rule_on_sm_100():
     assert [line["name"] for line in finish(start("delta_operands", "100"))] == ["delta_operands"]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of compute capability 9",
+)
+@shows("FLA_ON_HOPPER", RuntimeError)
+def test_fla_on_hopper():
+    """fla raises there, since its gradients would be wrong."""
+    rule = pytest.importorskip("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    args = [torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    g = -torch.rand(1, 128, 2, device="cuda")
+    rule(*args, g=g, beta=torch.rand(1, 128, 2, device="cuda"), use_qk_l2norm_in_kernel=True)[0].sum().backward()
+
+
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512",
     reason="needs a CPU with AVX512: bitsandbytes has code of its own for these",

@@ -102,6 +102,15 @@ DELTA_RULE_ON_SM_100 = Fault(
     fixed=(3, 8),
 )
 
+FLA_ON_HOPPER = Fault(
+    "triton",
+    "gradients of fla's gated delta rules are wrong on GPUs of compute capability 9, and fla refuses them there",
+    "There our template computes them",
+    since=(3, 4),
+    fixed=(3, 7, 1),
+    issue="flash-linear-attention#640",
+)
+
 BLOCKS_ACROSS_ROWS = Fault(
     "bitsandbytes",
     "on CPUs with AVX512 a block of 4-bit codes that goes on in the next row gets that row's scale",

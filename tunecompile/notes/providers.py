@@ -23,6 +23,8 @@ REASONS = {
     "template-head-widths": NoteKind("heads of {queries} and {values}: they must be equal, and of 16 to 512"),
     "key-and-value-widths": NoteKind("keys of {keys} and values of {values}: multiples of 16, keys of at most {limit}"),
     "states-of-a-channel": NoteKind("a channel has {states} states: at most {limit}"),
+    "package-not-installed": NoteKind("{detail} is not installed"),
+    "state-or-documents": NoteKind("it begins with a state, or documents share a row"),
     "state-to-begin-with": NoteKind("it begins with a state of 0, and one is given"),
     "torch-is-faster": NoteKind("torch's kernels are faster for {subject}"),
     "gpu-before-ampere": NoteKind("the GPU is older than Ampere"),
