@@ -104,6 +104,13 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
     ),
     # size: columns.
     "experts_collect": (TileRow(Tile(1024, num_warps=4)),),
+    # size: columns. fp32 adapters times bf16 rows, on an H100 both kernels, us (in fp32, but for the copy of rows):
+    # 8192x2048, rank 48: 35 and 30 (67, 61); 8192x5120, rank 48: 58 and 63 (130); 8192x4096, rank 16: 41 (92, 81).
+    "adapters_project": (
+        TileRow(Tile(0, rows=128, step=128, num_warps=8, num_stages=3), shared=LARGE),
+        TileRow(Tile(0, rows=64, step=64, num_warps=4, num_stages=3)),
+    ),
+    "adapters_reduce": (TileRow(Tile(128, step=64, num_warps=8, num_stages=3)),),
     # size: columns of a head. `block` queries a program, `step` keys at a time, `rows` columns of them at a time.
     "attention": (
         TileRow(Tile(64, rows=64, num_warps=4, num_stages=1, step=64), itemsize=4),

@@ -257,11 +257,10 @@ def test_on_a_gpu_siblings_are_one_product_each_way(nested):
         (lora_linear_nf4, [x, [], packed, absmax, *rest, [], a, b, [1.0] * 3, torch.float32, sizes, 64, "nf4"]),
         (lora_linear, [x, [], weights, [], a, b, [1.0] * 3, torch.float32]),
     ):
-        for names in (
-            traced(fp8_provider(op).run, args, mode),
-            traced(fp8_provider(op.backward_op).run, [grad, *args, xa], mode),
+        for names, products in (
+            (traced(fp8_provider(op).run, args, mode), 1),  # x A^T
+            (traced(fp8_provider(op.backward_op).run, [grad, *args, xa], mode), 3),  # dY B, dA, dB
         ):
             assert names.count("aten._scaled_mm.default") == 1
-            assert names.count("triton_kernel_wrapper_functional") == 2 + len(
-                sizes
-            )  # rows, adapter, one weight after the other
+            launches = names.count("triton_kernel_wrapper_functional") - products
+            assert launches == 2 + len(sizes)  # rows, adapter, one weight after the other

@@ -62,9 +62,9 @@ def half(args, cc):
 
 def refused_on(architecture, cc):
     """Kernels whose ops are torch's there: no e4m3, older than Ampere, registers that would spill."""
-    products = ("experts", "delta", "attention", "lora_mlp")
+    products = ("experts", "adapters", "delta", "attention", "lora_mlp")
     faulty = ("delta_operands",) * (architecture == "100" and known_bugs.DELTA_RULE_ON_SM_100.present)
-    return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:3] * (architecture == "gfx1100") + faulty
+    return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:4] * (architecture == "gfx1100") + faulty
 
 
 def compile_for(architectures, modules, only=None):
@@ -151,6 +151,7 @@ def trace(modules):
 
 if __name__ == "__main__":
     from tunecompile.templates import (
+        adapters,
         cross_entropy,
         experts,
         fp8,
@@ -188,6 +189,7 @@ if __name__ == "__main__":
         layer_norm,
         attention_forward,
         attention_backward,
+        adapters,
     )
     what, *rest = sys.argv[1:]
     if what == "trace":

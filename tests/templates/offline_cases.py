@@ -21,6 +21,7 @@ def cases(
     layer_norm,
     attention,
     attention_backward,
+    adapters,
 ):
     """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
 
@@ -221,6 +222,11 @@ def cases(
         "experts_collect": (
             lambda y, places: experts.collect(y, places, 8, torch.float32),
             [e(512, 2048), order],
+        ),
+        "adapters_project": (adapters.project, [e(512, 2112)[:, :2048], e(2048, 48, dtype=torch.float32)]),
+        "adapters_reduce": (
+            lambda x, u: adapters.reduce(x, u),
+            [e(512, 2112)[:, :2048], e(512, 48, dtype=torch.float32)],
         ),
         "experts_zero_idle": (experts.zero_idle, [e(128, 768, 2048), offsets]),
         "experts_zero_behind": (experts.zero_behind, [e(512, 2048), offsets]),

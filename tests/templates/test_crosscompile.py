@@ -79,6 +79,7 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         "lora_beside": ["out"],
         "lora_mlp_piece": ["both", "parts"],
         **dict.fromkeys(["experts_tiles", "experts_rows", "experts_input", "experts_narrow"], ["out"]),
+        **dict.fromkeys(["adapters_project", "adapters_reduce"], ["out"]),
         **dict.fromkeys(["experts_zero_idle", "experts_zero_behind"], ["out"]),
         **dict.fromkeys(["experts_outer", "experts_collect", "delta_outputs", "delta_pending"], ["out"]),
         "scan_ends": ["out", "total"],

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from tunecompile._torch.fake_tensors import fake_mode_of, size_hint
 from tunecompile.ir.op import returns_view
-from tunecompile.ops.adapter_layout import padded
+from tunecompile.ops.adapters.layout import padded
 from tunecompile.ops.frozen_products import FrozenProduct, frozen, is_dense, on_matrices
 from tunecompile.ops.nf4 import dequantize_4bit
 

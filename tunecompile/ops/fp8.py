@@ -14,6 +14,7 @@ from tunecompile._torch.card import capability
 from tunecompile._torch.known_bugs import ROW_SCALES_ON_ADA
 from tunecompile.ir.op import has_triton
 from tunecompile.notes import Note, note
+from tunecompile.ops.adapters.products import project as by_adapter
 
 __all__ = [
     "FAST_BACKWARD",
@@ -112,7 +113,7 @@ def project(x: Tensor, a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     Returns:
         (x a^T, [T, R] in `dtype`; and the two results of `quantize` for x and x a^T).
     """
-    projected = x.to(dtype) @ a.t()
+    projected = by_adapter(x, a.t(), dtype)
     return projected, *quantize(x, projected)
 
 

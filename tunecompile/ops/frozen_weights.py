@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.ops import fp8
-from tunecompile.ops.adapter_layout import below, extended_weight, padded, written_weight
+from tunecompile.ops.adapters.layout import below, extended_weight, padded, written_weight
 from tunecompile.ops.nf4 import dequantize_4bit
 
 __all__ = ["FrozenWeights", "PackedWeights", "WeightLayout"]

@@ -9,7 +9,8 @@ from tunecompile.ir.op import Cost, has_triton, op, refuse_gpu
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.ops import fp8
-from tunecompile.ops.adapter_layout import on_diagonal, padded
+from tunecompile.ops.adapters.layout import on_diagonal, padded
+from tunecompile.ops.adapters.products import outer, project, rounded_product
 from tunecompile.ops.frozen_weights import FrozenWeights
 
 __all__ = ["lora_linear", "lora_linear_backward"]
@@ -113,8 +114,8 @@ def _rows(b: Sequence[Tensor]) -> list[int]:
 def down(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return XA of all siblings, side by side: [T, R] in `dtype`."""
     if inputs:
-        return torch.cat([_tokens(v).to(dtype) @ m.to(dtype).t() for v, m in zip(inputs, a)], 1)
-    return _tokens(x).to(dtype) @ torch.cat([m.to(dtype) for m in a]).t()
+        return torch.cat([project(_tokens(v), m.to(dtype).t(), dtype) for v, m in zip(inputs, a)], 1)
+    return project(_tokens(x), torch.cat([m.to(dtype) for m in a]).t(), dtype)
 
 
 def finish(y: Tensor, x: Tensor, biases: Sequence[Tensor]) -> Tensor:
@@ -259,13 +260,14 @@ def base_gradient(weight: Tensor, a: Sequence[Tensor], dtype: torch.dtype) -> Ba
     def gradient(grad: Tensor, adapters: Tensor, read_x: bool) -> tuple[Tensor, Tensor, Tensor]:
         columns = grad.shape[-1]
         if weight.shape[0] > columns:
-            wide, gb = beside(grad, adapters.shape[1], lambda g: g.to(dtype) @ adapters)
+            wide, gb = beside(grad, adapters.shape[1], lambda g: project(g, adapters, dtype))
             return wide @ weight, gb, wide[:, :columns]
         g = _tokens(grad)
-        gb = g.to(dtype) @ adapters
+        gb = project(g, adapters, dtype)
         if not read_x:
             return g @ weight, gb, g
-        return torch.addmm((gb @ torch.cat([m.to(dtype) for m in a])).to(g.dtype), g, weight), gb, g
+        delta = rounded_product(gb, torch.cat([m.to(dtype) for m in a]), g.dtype)
+        return torch.addmm(delta, g, weight), gb, g
 
     return gradient
 
@@ -277,7 +279,7 @@ def base_gradient_in_fp8(weight: fp8.Operand, a: Sequence[Tensor], dtype: torch.
         g = _tokens(grad)
         if not read_x:
             dx = fp8.product(*fp8.quantize(g, None), *weight(None, True), fp8.FAST_BACKWARD)
-            return dx, g.to(dtype) @ adapters, g
+            return dx, project(g, adapters, dtype), g
         gb, rows, row_scales = fp8.project(g, adapters.t(), dtype)
         below = torch.cat([m.to(dtype) for m in a]).t()
         return fp8.product(rows, row_scales, *weight(below, True), fp8.FAST_BACKWARD), gb, g
@@ -293,14 +295,14 @@ def adapter_gradients(grad, x, inputs, base: BaseGradient, sizes, biases, a, b, 
     if inputs:
         parts = gb.split(ranks, 1)
         d_inputs = [(p @ m.to(dtype)).reshape(v.shape).to(v.dtype) for p, m, v in zip(parts, a, inputs)]
-        d_a = [(p.t() @ _tokens(v).to(dtype)).to(m.dtype) for p, m, v in zip(parts, a, inputs)]
+        d_a = [outer(p, _tokens(v), dtype).to(m.dtype) for p, m, v in zip(parts, a, inputs)]
     else:
-        d_inputs, all_a = [], gb.t() @ rows.to(dtype)
+        d_inputs, all_a = [], outer(gb, rows, dtype)
         d_a = [part.to(m.dtype) for part, m in zip(all_a.split(ranks), a)]
     d_biases = [
         p.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(v.dtype)
         for p, v in zip(g.split(sizes, 1), biases)
     ]
-    all_b = g.t().to(dtype) @ xa  # [N, R]: its diagonal blocks are dB
+    all_b = outer(g, xa, dtype)  # [N, R]: its diagonal blocks are dB
     d_b = [(part.split(ranks, 1)[i] * scales[i]).to(b[i].dtype) for i, part in enumerate(all_b.split(sizes))]
     return [dx.reshape(x.shape), *d_inputs, *d_biases, *d_a, *d_b]

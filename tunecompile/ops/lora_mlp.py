@@ -16,7 +16,7 @@ from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
 from tunecompile.ops import fp8, lora, lora_nf4
-from tunecompile.ops.adapter_layout import on_diagonal, padded
+from tunecompile.ops.adapters.layout import on_diagonal, padded
 from tunecompile.ops.frozen_weights import FrozenWeights, PackedWeights
 from tunecompile.ops.swiglu import gated_activation, gated_activation_backward
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
 from tunecompile.ops import lora
-from tunecompile.ops.adapter_layout import below, on_diagonal
+from tunecompile.ops.adapters.layout import below, on_diagonal
 from tunecompile.ops.lora_mlp import (
     DOWN,
     WIDE,

@@ -1,0 +1,87 @@
+"""Products of adapters in fp32 with rows in bf16, on tensor cores.
+
+PEFT keeps adapters in fp32 where there is no autocast. A product in fp32 runs outside the tensor cores, and reads a
+copy of all rows in fp32. But rows are exact in bf16, and an fp32 matrix is exactly the sum of three in bf16, of 8 bits
+of its 24 each. (Splitting into narrow pieces: Henry, Tang and Heinecke, 2019, arXiv:1904.06376.)
+"""
+
+import torch
+from torch import Tensor
+
+from tunecompile._torch import card
+from tunecompile.ir.op import has_triton, refuse_spills
+from tunecompile.ir.pretend_gpu import on_gpu
+
+__all__ = ["outer", "pieces", "project", "rounded_product"]
+
+_UPPER = -(1 << 16)  #: the bits of an fp32 number that are those of a bf16 one
+
+
+def _splits(rows: Tensor, adapter: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the template takes rows and a matrix of an adapter."""
+    if (rows.dtype, adapter.dtype, dtype) != (torch.bfloat16, torch.float32, torch.float32):
+        return False
+    if not on_gpu(rows) or not has_triton() or rows.stride(1) != 1 or refuse_spills(rows):
+        return False
+    return not card.older_than(rows.device, (8, 0))
+
+
+def project(rows: Tensor, adapter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows @ adapter: x A^T, or dY B.
+
+    Args:
+        rows: [T, K], any floating dtype.
+        adapter: [K, R], in `dtype`.
+        dtype: of the adapters' arithmetic, and of the result.
+    """
+    if not _splits(rows, adapter, dtype):
+        return rows.to(dtype) @ adapter
+    from tunecompile.templates import adapters
+
+    return adapters.project(rows, adapter).sum(0)
+
+
+def outer(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return left^T @ right, the sum of outer products of rows: dA or dB.
+
+    Args:
+        left: [T, M], any floating dtype.
+        right: [T, N], any floating dtype. One of them is in `dtype`, [T, R].
+        dtype: of the adapters' arithmetic, and of the result.
+    """
+    if _splits(left, right, dtype) and right.stride(1) == 1:
+        return _reduce(left, right, turned=False)
+    if _splits(right, left, dtype) and left.stride(1) == 1:
+        return _reduce(right, left, turned=True)
+    return left.to(dtype).t() @ right.to(dtype)
+
+
+def _reduce(rows: Tensor, narrow: Tensor, turned: bool) -> Tensor:
+    from tunecompile.templates import adapters
+
+    return adapters.reduce(rows, narrow, turned=turned).sum(0)
+
+
+def pieces(m: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two matrices in bf16 whose sum is an fp32 matrix but for a 65,536th.
+
+    The bits are cut off, since generated code drops a cast to bf16 and back.
+    """
+    upper = (m.view(torch.int32) & _UPPER).view(torch.float32)
+    return upper.to(torch.bfloat16), (m - upper).to(torch.bfloat16)
+
+
+def rounded_product(narrow: Tensor, adapter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return narrow @ adapter, both in the adapters' dtype, rounded to the dtype of rows.
+
+    Two fp32 operands are split where the result is in bf16: what is lost is a hundredth of its rounding.
+
+    Args:
+        narrow: [T, R].
+        adapter: [R, K], in the dtype of `narrow`.
+        dtype: of the result.
+    """
+    if (narrow.dtype, dtype) != (torch.float32, torch.bfloat16) or not on_gpu(narrow):
+        return (narrow @ adapter).to(dtype)
+    (upper, lower), (high, low) = pieces(narrow), pieces(adapter)
+    return torch.cat([upper, upper, lower], 1) @ torch.cat([high, low, high])
