@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # a fiftieth of
 os.environ.pop("TUNECOMPILE", None)
 
 pytest.register_assert_rewrite("tests.support")
+MODULES = itertools.count(1)  #: that a process has run tests of
 
 
 def has_gpu() -> bool:
@@ -48,13 +50,26 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """Modules and test items are there to stay, and tracing makes many objects: the collector goes over new ones alone."""
+    leave_to_stay()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def leave_to_stay() -> None:
+    """What is alive now, the collector no longer looks at."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_unconfigure():
     gc.unfreeze()  # some packages look for what is left when the process ends
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects():
+    """`gc.collect` in a test takes 0.7 s once thousands have filled the caches of torch and sympy: these are left to stay."""
+    yield
+    if not next(MODULES) % 5:
+        leave_to_stay()
 
 
 @pytest.fixture(autouse=True)
