@@ -289,7 +289,8 @@ def compile_eager(
     def compiler(kind: str | None) -> Callable:
         def run(graph_module: torch.fx.GraphModule, inputs: list) -> Callable:
             _keep_for_another_backward(kind)
-            around = keep(graph_module, list(inputs), kind or "forward") if keep is not None else None
+            inputs = list(inputs)
+            around = keep(graph_module, inputs, kind or "forward") if keep is not None else None
             lower(graph_module.graph)
             graph_module.recompile()
             called = boxed = make_boxed_func(graph_module.forward)
@@ -298,7 +299,7 @@ def compile_eager(
             if around is not None:
                 called = around(called)
             if kind == "backward":
-                called = with_strides(called, list(inputs))
+                called = with_strides(called, inputs)  # those that `keep` has put there
             return boxed if called is boxed else make_boxed_func(lambda *args: called(list(args)))
 
         return run
