@@ -41,6 +41,7 @@ def h100(monkeypatch):
 
 def test_every_datasheet_has_a_card_and_every_card_a_datasheet():
     assert GPUS.keys() == card.CARDS.keys()
+    assert GPUS["t4"].dtype is torch.float16 and GPUS["rtx3090"].dtype is torch.bfloat16
     assert {c.capability for c in card.CARDS.values()} <= card.SHARED.keys() | {(7, 5)}
 
 

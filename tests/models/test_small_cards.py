@@ -10,9 +10,12 @@ import tunecompile
 from tests.support import zoo
 from tests.support.notes import EAGER, find
 from tunecompile._torch.card import acting_as
+from tunecompile.estimate import multi_gpu
+from tunecompile.estimate.meta_model import meta_model
 from tunecompile.ir.op import refuse_gpu
 from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.ops import attention, lora_mlp
+from tunecompile.planner.datasheets import find_gpu
 
 
 class Residual(nn.Module):
@@ -84,3 +87,14 @@ def test_qlora_in_float16_overflows_as_eager_does_and_has_no_bfloat16(monkeypatc
     assert moved > 0 and all((ours[n] - trained[n]).norm() < 0.1 * moved for n in trained)
     graphs = [file.read_text() for file in tmp_path.rglob("*.py")]
     assert graphs and not any("bf16" in text or "bfloat16" in text for text in graphs)
+
+
+@pytest.mark.slow
+def test_plans_for_a_t4_are_in_float16(monkeypatch):
+    pytest.importorskip("transformers")
+    asked = []
+    monkeypatch.setattr(multi_gpu, "meta_model", lambda *given: asked.append(given[3]) or meta_model(*given))
+    question = multi_gpu.Question(
+        "llama-tiny", "qlora", 1, 512, find_gpu("t4"), 1, 8, 50.0, None, None, 16, together=False
+    )
+    assert multi_gpu.plan(question).to_dict() and set(asked) == {torch.float16}

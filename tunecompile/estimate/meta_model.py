@@ -16,8 +16,6 @@ from tunecompile.estimate.meta_nf4 import BLOCK, meta_linear
 from tunecompile.integrations.packed_experts.meta import pack_on_meta
 from tunecompile.integrations.packed_experts.quantize import refusal, stacks
 
-DTYPE = torch.bfloat16  #: of weights that are not quantised, and of activations
-
 
 def find_config(model: str) -> Any:
     """The transformers config of a shape, a folder, a config.json, or a hub id whose config is in the local cache.
@@ -59,13 +57,14 @@ KNOWN = f"Shapes that need no file: {', '.join(SHAPES)}."
 
 
 @functools.lru_cache(maxsize=8)  # the model is only read; plans that do not fit need the other modes of one model
-def meta_model(model: str, mode: str, rank: int) -> nn.Module:
-    """The model on the meta device, in bf16.
+def meta_model(model: str, mode: str, rank: int, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """The model on the meta device.
 
     Args:
         model: as for `find_config`.
         mode: "qlora", "lora" or "full".
         rank: of the adapters. They are on the seven linears of a Llama's layer, or on all linears of other models.
+        dtype: of weights that are not quantised, and of activations.
 
     Raises:
         CannotEstimate: transformers makes no language model of the config, or PEFT finds nothing to adapt.
@@ -73,7 +72,7 @@ def meta_model(model: str, mode: str, rank: int) -> nn.Module:
     """
     config = find_config(model)
     try:
-        made = empty_model(config).to(DTYPE)
+        made = empty_model(config).to(dtype)
         made.tie_weights()  # emptying has untied them
         made.config.use_cache = False
         return (

@@ -120,7 +120,7 @@ class MultiGpuPlanner:
 
     def __init__(self, question: Question):
         self.question, self.sheet = question, DatasheetGauge(question.gpu)
-        self.model: nn.Module = meta_model(question.model, question.mode, question.rank)
+        self.model: nn.Module = meta_model(question.model, question.mode, question.rank, question.gpu.dtype)
         self.parts: ModelBytes = parts_of(self.model)
         self.network = Network(question.gpu, question.gpus, question.per_node, question.network)
         self.dry_runs: dict[tuple, tuple[DryRunPlanner, list[Note]]] = {}
@@ -253,7 +253,7 @@ class MultiGpuPlanner:
         if key not in self.dry_runs or not self.dry_runs[key][0].under(static):
             host_memory = HOST if self.question.host_memory is None else self.question.host_memory
             state = state_for(self.model, memory, host_memory)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", self.question.gpu.dtype):
                 self.dry_runs[key] = rehearse(
                     state, static, torch.device("meta"), (rows, self.question.length), self.question.gpu, thorough=True
                 )
@@ -313,7 +313,7 @@ class MultiGpuPlanner:
 
     def _with_mode(self, made: EnginePlan, mode: str, rank: int | None = None) -> int:
         """Bytes at the peak in another mode or of another rank, if activations stay the same."""
-        parts = parts_of(meta_model(self.question.model, mode, rank or self.question.rank))
+        parts = parts_of(meta_model(self.question.model, mode, rank or self.question.rank, self.question.gpu.dtype))
         static = {"DDP": replicated, "one GPU": whole, "device_map": whole}.get(made.engine)
         held = sharded(parts, made.gpus, self.sheet) if static is None else static(parts, self.sheet)
         share = made.gpus if made.engine == "device_map" else 1

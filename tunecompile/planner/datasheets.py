@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tunecompile._torch.card import CARDS, emulated
+from tunecompile._torch.card import AMPERE, CARDS, emulated
 from tunecompile.errors import UnknownGpu
 from tunecompile.planner.device_memory import HostGauge, budget_bytes
 from tunecompile.planner.hardware import Rates, measure_rates
@@ -54,6 +54,11 @@ class GpuSpec:
     pcie: float  #: in 1e9 bytes a second
     source: str  #: the datasheet
     measured: bool = False  #: whether the shares that kernels reach of these figures were measured on this very type
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations: the half precision that it computes in."""
+        return torch.bfloat16 if CARDS[self.name].capability >= AMPERE else torch.float16
 
     @property
     def rates(self) -> Rates:
