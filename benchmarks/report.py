@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests load this file by its path
+from report_cards import render_cards
 from report_support import (
     render_architectures,
     render_families,
@@ -53,6 +54,7 @@ TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.S)
 TABLES: dict[str, Callable[[], str]] = {
     "rivals": render_rivals,
     "speed": render_speed,
+    "cards": render_cards,
     "longest": render_longest,
     "batches": render_batches,
     "peaks": render_peaks,

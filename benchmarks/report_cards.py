@@ -7,7 +7,14 @@ from typing import Any
 
 from report_tables import RESULTS, complete, load_all, to_markdown
 
-HEAD = ("model", "memory, GiB", "tokens/s, 1x2048", "longest row that was run", "its tokens/s", "taken by tensors, GiB")
+HEAD = (
+    "model",
+    "memory, GiB",
+    "tokens/s, 1x2048",
+    "longest row that was run",
+    "its tokens/s",
+    "peak of tensors, of the allocator, GiB",
+)
 
 
 def render_cards(folder: Path = RESULTS) -> str:
@@ -24,7 +31,7 @@ def render_cards(folder: Path = RESULTS) -> str:
 def _row(usual: dict[str, Any], longest: dict[str, Any], budget: float) -> list[str]:
     how = [usual["mode"]]
     how += ["embedding on the host"] * usual["host_embedding"] + ["adapters on attention"] * (not usual["experts"])
-    peak = f"{longest['peak_gib']:.1f} of {longest['peak_reserved_gib']:.1f}"
+    peak = f"{longest['peak_gib']:.1f}, {longest['peak_reserved_gib']:.1f}"
     figures = [f"{usual['tokens_per_s']:,.0f}", f"{_tokens(longest):,}", f"{longest['tokens_per_s']:,.0f}", peak]
     return [f"{usual['model']}, {', '.join(how)}", f"{budget:g}", *figures]
 

@@ -13,6 +13,7 @@ KERNELS, BUDGETS = "kernels.json", "budgets.json"  #: what benchmarks/kernels an
 #: files that do not compare training steps of several systems begin with one of these
 APART = (
     "longest",
+    "cards",
     "peaks",
     "verified",
     "batches",
