@@ -19,7 +19,11 @@ def inputs(dtype, of_weights):
 
 @pytest.mark.parametrize(
     "dtype, of_weights",
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    [
+        (torch.bfloat16, torch.float32),
+        pytest.param(torch.float32, torch.float32, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, torch.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_rows_are_weighted_in_one_op(dtype, of_weights):
     tol = 1e-5 if dtype == torch.float32 else 1.5e-2
@@ -44,7 +48,9 @@ def in_both_dtypes(gate, up, weights):
     return wide.to(gate.dtype).sum() + wide.sum()
 
 
-@pytest.mark.parametrize("other", [read_twice, a_weight_each, of_columns])
+@pytest.mark.parametrize(
+    "other", [read_twice, *(pytest.param(o, marks=pytest.mark.slow) for o in (a_weight_each, of_columns))]
+)
 def test_others_are_left(other):
     check(other, *inputs(torch.float32, torch.float32), passes=PASSES, expect={"gated_activation": 1})
 
