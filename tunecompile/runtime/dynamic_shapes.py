@@ -122,6 +122,17 @@ def _is_list(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and not tensor.is_floating_point()
 
 
+def mark_patches(tensors: Sequence[tuple[Any, Tensor]]) -> None:
+    """Mark a tower's row of patches, [N, H] or [1, N, H], and what has as many rows: images of one size are rare, so N
+    is symbolic from the first batch on, like the number of images.
+    """
+    patches = tensors[0][1].shape[-2]
+    for _, tensor in tensors:
+        rows = [dim for dim, size in enumerate(tensor.shape[:-1]) if size == patches]
+        if rows or _is_list(tensor):
+            mark_dynamic(tensor, rows[0] if rows else 0)
+
+
 def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:
     """Mark a flattened batch, [1, N]: N differs nearly every time, so it is symbolic from the first batch on, like the
     number of rows.

@@ -20,12 +20,13 @@ from tunecompile.integrations.accelerate import place
 from tunecompile.integrations.bitsandbytes import PackedStates, put_states_back
 from tunecompile.integrations.deepspeed import gathered
 from tunecompile.integrations.fsdp import unit
+from tunecompile.integrations.kernel_functions import forks_in
 from tunecompile.integrations.layer_host import LayerHost
 from tunecompile.integrations.peft_trace import separate_names
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
 from tunecompile.planner.solver import KEEP, RECOMPUTE
-from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, tensors_in
+from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, mark_patches, tensors_in
 from tunecompile.runtime.force_grad import drop_graph, require_grad, without_view
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.oom_recovery import sharded
@@ -34,7 +35,7 @@ from tunecompile.runtime.region import CallKind, Region
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW
-from tunecompile.runtime.unpad.image_bounds import ImageBounds
+from tunecompile.runtime.unpad.image_bounds import LONGEST_IMAGE, ImageBounds
 from tunecompile.runtime.unpad.unpad import Unpadding
 from tunecompile.runtime.unread_weights import are_unread, unread
 from tunecompile.runtime.variant import Variant, unchanged
@@ -58,6 +59,7 @@ class LayerSlot:
         self.step, self.layer, self.region = step, layer, region
         self.place, self.stack = 0, 0  #: among all layers, and the number of its list of layers
         self.first = False  #: in its list of layers
+        self.owner: nn.Module | None = None  #: of its list of layers
         self.checkpoint = False  #: whether the user enabled gradient checkpointing
         #: a checkpoint function of the user's, called with the layer and its arguments by position
         self.checkpointed_by: Callable | None = None
@@ -176,6 +178,8 @@ class LayerSlot:
         self.placement = place(self.layer) or gathered(self.layer) or unit(self.layer)
         self.states = put_states_back(self.layer)
         self.images = ImageBounds.of(self.layer)
+        if self.region.in_tower is None:
+            self.region.in_tower = self.owner is not None and bool(forks_in(self.owner))
         if self.region.replays is not None and any(map(sharded, self.layer.parameters())):
             # gathered weights lie elsewhere at every call; and a recorded collective would wait for all ranks
             self.region.replays.leave_out(next(self.layer.parameters()).device)
@@ -270,6 +274,8 @@ class LayerSlot:
         sizes = DynamicShapes.of(tensors)
         if OFFSETS in kwargs:
             mark_flat(tensors, sizes[1])
+        elif LONGEST_IMAGE in kwargs or (self.region.in_tower and len(sizes) == 1):
+            mark_patches(tensors)
         else:
             (self.region.sizes.mark_all if scores else self.region.sizes.mark)(tensors, sizes, self.place)
         setting = (

@@ -53,6 +53,7 @@ class Region:
     sizes: DynamicShapes = field(default_factory=DynamicShapes)
     classes: ClassWatch = field(default_factory=ClassWatch)  #: of the modules in its layers
     bypassed: bool = False
+    in_tower: bool | None = None  #: whether layers of its owner may be told where images begin; None: not known yet
     weights_read: bool = False  #: whether a caller read attention weights that it did not request
     packed: bool = False  #: whether modules inside have 4-bit stacks, and so a class of their own in each layer
     refused: Counter[Note] = field(default_factory=Counter)  #: why layers have to run as they are -> calls

@@ -61,7 +61,7 @@ def test_other_numbers_and_sizes_of_images_are_one_graph(make, implementation):
         assert_close(zoo.step(ours, batch), zoo.step(model, batch), loss=eps, limit=1e3 * eps, floor=1e-6)
     report = tunecompile.report(ours)
     region = report.regions[0]
-    assert not fell_back(ours) and region.compiles == 2, report
+    assert not fell_back(ours) and region.compiles == 1, report
     assert region.providers["varlen_attention: reference"] == 1, report
 
 
@@ -75,7 +75,7 @@ def test_code_of_inductor_for_other_sizes():
         _, true = zoo.step(exact, {**batch, "pixel_values": batch["pixel_values"].double()})
         found, eager = (zoo.errors(zoo.step(each, batch)[1], true, 1e-3) for each in (ours, model))
         assert max(found.values()) <= 2 * max(eager.values()) + 1e-6, (found, eager)
-    assert not fell_back(ours) and tunecompile.report(ours).regions[0].compiles == 2, tunecompile.report(ours)
+    assert not fell_back(ours) and tunecompile.report(ours).regions[0].compiles == 1, tunecompile.report(ours)
 
 
 @pytest.mark.slow
@@ -97,7 +97,8 @@ def test_whole_models_with_images_of_ten_sizes(make):
         batch = images_of(grids)
         assert_close(zoo.step(ours, batch), zoo.step(model, batch), limit=1e-4)
     report = tunecompile.report(ours)
-    assert not fell_back(ours) and all(region.compiles <= 3 for region in report.regions), report
+    assert not fell_back(ours), report
+    assert all(region.compiles <= (1 if "visual" in region.name else 3) for region in report.regions), report
 
 
 def test_a_frozen_tower_saves_nothing():

@@ -56,6 +56,7 @@ class Layers(Part):
                 state.regions.append(kinds[kind])
             slot = LayerSlot(state.step, layer, kinds[kind])
             slot.place, slot.stack, slot.first = len(state.slots), state.stacks.index(stack), index == 0
+            slot.owner = stack.owner
             fill(layer, slot)
             state.slots.append(slot)
         for norm in find_norms(stack.owner):
