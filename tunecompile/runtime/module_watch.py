@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -119,7 +119,9 @@ class ClassWatch:
     """
 
     def __init__(self):
-        self.classes: dict[type, dict[str, Any]] = {}  #: what stands in each of them
+        self.classes: list[type] = []
+        self.live: list[Mapping[str, Any]] = []  #: what stands in each of them
+        self.known: list[dict[str, Any]] = []  #: what stood there
         self.states: list[dict] = []  #: their methods, whenever they differed
         self.version = 0  #: tells the present state from others
 
@@ -128,14 +130,15 @@ class ClassWatch:
         for kind in set(map(type, modules)):
             for base in kind.__mro__:
                 if base not in self.classes and base not in (object, nn.Module):
-                    self.classes[base] = dict(vars(base))
+                    self.classes.append(base)
+                    self.live.append(vars(base))
+                    self.known.append(dict(vars(base)))
 
     def look(self) -> int:
-        """The version, renewed. (Compared in C: 0.01 ms for the twenty classes of an adapted layer.)"""
-        changed = [kind for kind, known in self.classes.items() if vars(kind) != known]
-        if changed:
+        """The version, renewed. (Compared in C: 0.02 ms for the fourteen classes of an adapted layer.)"""
+        if self.live != self.known:
             before = self._methods()
-            self.classes.update({kind: dict(vars(kind)) for kind in changed})
+            self.known = list(map(dict, self.live))
             after = self._methods()
             if before != after:  # and not a number that a class counts
                 self.states += [methods for methods in (before, after) if methods not in self.states]
@@ -143,7 +146,7 @@ class ClassWatch:
         return self.version
 
     def _methods(self) -> dict[tuple[type, str], Any]:
-        found = ((kind, name, value) for kind, own in self.classes.items() for name, value in own.items())
+        found = ((kind, name, value) for kind, own in zip(self.classes, self.known) for name, value in own.items())
         return {(kind, name): value for kind, name, value in found if isinstance(value, _METHODS)}
 
 
