@@ -27,7 +27,7 @@ from tunecompile.compiler.backend import WEIGHTS_UNREAD, Backend, CompiledAs, We
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.compiler.token_wise import NotTokenWise, why_not_token_wise
 from tunecompile.errors import summary
-from tunecompile.integrations.kernel_functions import BOUNDS, DOCUMENTS
+from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUMENTS
 from tunecompile.notes import note
 from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
 from tunecompile.runtime.met_graph import MetGraph, also_watching, meet
@@ -51,12 +51,22 @@ def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if LONGEST_IMAGE in told:
         return _by_bounds(layer, told, args, kwargs)
     if offsets is None:
+        offsets = _given_bounds(args, kwargs)
+    if offsets is None:
         return call_original(layer, *args, **kwargs)
     DOCUMENTS.offsets = offsets
     try:
         return call_original(layer, *args, **kwargs)
     finally:
         DOCUMENTS.offsets = None
+
+
+def _given_bounds(args: tuple, kwargs: dict) -> torch.Tensor | None:
+    """Where documents of a packed row begin, as a collator says. Few models hand it on to all that needs it."""
+    hidden, bounds = args[0] if args else kwargs.get("hidden_states"), kwargs.get(BOUNDARIES)
+    if isinstance(hidden, torch.Tensor) and isinstance(bounds, torch.Tensor) and hidden.shape[0] == 1:
+        return bounds
+    return None
 
 
 def _by_bounds(layer: nn.Module, told: dict, args: tuple, kwargs: dict) -> Any:

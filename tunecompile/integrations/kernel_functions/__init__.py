@@ -7,10 +7,11 @@ unrolled, once for every length. So is the loop over images of a tower's attenti
 
 from tunecompile.integrations.kernel_functions.bounds import BOUNDS, forks_in, takes_bounds, trace_by_bounds
 from tunecompile.integrations.kernel_functions.fork import Fork
-from tunecompile.integrations.kernel_functions.meanings import DOCUMENTS
+from tunecompile.integrations.kernel_functions.meanings import BOUNDARIES, DOCUMENTS
 from tunecompile.integrations.kernel_functions.substitute import Substitution, knows_documents, substitute
 
 __all__ = [
+    "BOUNDARIES",
     "BOUNDS",
     "DOCUMENTS",
     "Fork",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tunecompile.ops import channel_delta_rule, gated_delta_rule, selective_scan, short_convolution, ssd_scan
 
-__all__ = ["DOCUMENTS", "MEANINGS", "Documents", "Meaning", "agrees"]
+__all__ = ["BOUNDARIES", "DOCUMENTS", "MEANINGS", "Documents", "Meaning", "agrees"]
 
 
 class Documents:
