@@ -50,12 +50,14 @@ def test_mix_order_reduction():
 @pytest.mark.gpu
 @shows("PADDING_GUARDS_SIZES")
 def test_padding_guards_sizes():
-    """Rows are many or few: the product waits for its operations, or for memory."""
+    """Rows are more or fewer than the weight has. Of sizes, only theirs changes: where all may, nothing is padded."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
-    product = torch.compile(lambda x, weight: x @ weight, backend=counter, dynamic=True)
-    weight = torch.randn(4096, 1001, device="cuda", dtype=torch.bfloat16)
+    product = torch.compile(lambda x, weight: x @ weight, backend=counter)
+    weight = torch.randn(512, 4, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     for rows in (100, 30_000, 7):
-        product(torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16), weight)
+        x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+        torch._dynamo.mark_dynamic(x, 0)
+        product(x, weight).sum().backward()
     assert counter.frame_count == 1
 
 
