@@ -129,7 +129,7 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
     "scan_ends": (TileRow(Tile(64, num_warps=1)),),
     "scan_starts": (TileRow(Tile(16, num_warps=1)),),
     "scan_outputs": (TileRow(Tile(64, num_warps=1)),),
-    "scan_gradients": (TileRow(Tile(8, num_warps=8)),),
+    "scan_gradients": (TileRow(Tile(2, num_warps=4)),),
     # `block` columns a program, or at a time; `step` keys at a time. Narrower ones read out of bounds in Triton
     # 3.6, so heads of fewer columns are padded.
     "delta_prepare": (TileRow(Tile(64)),),
