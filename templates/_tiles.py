@@ -138,6 +138,13 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
     "delta_pending": (TileRow(Tile(64, step=64)),),
     "delta_products": (TileRow(Tile(64, step=64)),),
     "delta_operands": (TileRow(Tile(64, step=64)),),
+    "channel_sums": (TileRow(Tile(64, step=64)),),
+    "channel_prepare": (TileRow(Tile(64, num_warps=8, step=64)),),
+    "channel_scan": (TileRow(Tile(64, step=64)),),
+    "channel_scan_back": (TileRow(Tile(64, num_warps=8, step=64)),),
+    "channel_outputs": (TileRow(Tile(64, step=64)),),
+    "channel_products": (TileRow(Tile(64, step=64)),),
+    "channel_operands": (TileRow(Tile(64, num_warps=8, step=64)),),
 }
 
 

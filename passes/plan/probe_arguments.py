@@ -63,6 +63,11 @@ def _delta_rule(draw: _Draw) -> list:
     return [q, k, v, -decay.abs() * 0.1, beta.sigmoid().to(draw.dtype), None, None, 0.125, EPS]
 
 
+def _channel_rule(draw: _Draw) -> list:
+    q, k, v, _, beta, *rest = _delta_rule(draw)
+    return [q, k, v, -draw.normal(*q.shape, dtype=torch.float32).abs() * 0.1, beta, *rest]
+
+
 def _selective_scan(draw: _Draw) -> list:
     """Two chunks and a half; more channels than one block of a program."""
     x, b, c = draw.normal(1, 80, 12), draw.normal(1, 80, 4), draw.normal(1, 80, 4)
@@ -117,6 +122,7 @@ ARGUMENTS: dict[str, Callable[[_Draw], list]] = {
     "dequantize_mxfp4": _mxfp4,
     "varlen_attention": _attention,
     "gated_delta_rule": _delta_rule,
+    "channel_delta_rule": _channel_rule,
     "selective_scan": _selective_scan,
     "lora_mlp": _lora_mlp,
     "grouped_lora_linear": lambda draw: [draw.normal(TOKENS * CHOICES, 64), *_experts(draw)],

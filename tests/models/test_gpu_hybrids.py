@@ -12,6 +12,8 @@ from tests.support.models import hybrids
 from tests.support.models.gpu import median
 from tests.support.notes import EAGER, find
 from tests.support.reports import flattened
+from tunecompile.runtime.cuda_graphs import launch_bound
+from tunecompile.runtime.model_state import state_of
 
 pytestmark = pytest.mark.gpu
 #: nothing but the rule's heads is a power of two
@@ -43,6 +45,11 @@ FAMILIES = {  #: family -> what its config needs, and the op in its layers
         ),
         "ssd_scan",
     ),
+    "kimi_linear": (
+        dict(hidden_size=192, intermediate_size=320, vocab_size=4099, linear_head_dim=64, linear_num_heads=3),
+        "channel_delta_rule",
+    ),
+    "mamba": (dict(hidden_size=192, vocab_size=4099, state_size=16, time_step_rank=12), "selective_scan"),
 }
 
 
@@ -52,7 +59,7 @@ FAMILIES = {  #: family -> what its config needs, and the op in its layers
 def test_no_further_from_fp32_than_eager(family, mode, side):
     settings, op = FAMILIES[family]
     model = hybrids.make(family, torch.bfloat16, **settings).cuda()
-    model = zoo.adapt(model, r=16, lora_alpha=16) if mode == "lora" else model
+    model = hybrids.adapt(model, r=16, lora_alpha=16) if mode == "lora" else model
     reference, plain = zoo.in_fp32(model), copy.deepcopy(model)
     tunecompile.optimize(model)
     for rows, length in ((4, 256), (3, 391)):
@@ -70,3 +77,19 @@ def test_no_further_from_fp32_than_eager(family, mode, side):
     assert not find(told, *EAGER) and flattened(model) == (2 if side else 0), told
     found = {name for region in told.regions for name in region.providers}
     assert {f"{op}: triton", f"{op}_backward: triton"} <= found, told
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_recorded_as_graphs(family, monkeypatch):
+    """What is replayed is what eager computes, in shapes that come again."""
+    monkeypatch.setattr(launch_bound.Clock, "decide", lambda self: True)
+    settings, _ = FAMILIES[family]
+    reference = hybrids.adapt(hybrids.make(family, torch.float32, **settings).cuda())
+    model = tunecompile.optimize(copy.deepcopy(reference))
+    for seed, length in enumerate([128] * 5 + [96] * 4 + [128, 96] * 2):
+        inputs = zoo.batch(4099, 2, length, "cuda", seed=seed)
+        (loss, ours), (expected, theirs) = zoo.step(model, inputs), zoo.step(reference, inputs)
+        torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
+        assert max(zoo.errors(ours, theirs, 1e-2).values()) < 2e-2, (seed, length)
+    places = [place for graph in state_of(model).replays.graphs for place in graph.places.values()]
+    assert sum(place.recording is not None for place in places) >= 2

@@ -62,9 +62,10 @@ def half(args, cc):
 
 def refused_on(architecture, cc):
     """Kernels whose ops are torch's there: no e4m3, older than Ampere, registers that would spill."""
-    products = ("experts", "adapters", "delta", "attention", "lora_mlp")
+    products = ("experts", "adapters", "delta", "channel", "attention", "lora_mlp")
+    spills = ("channel",) * architecture.startswith("gfx")
     faulty = ("delta_operands",) * (architecture == "100" and known_bugs.DELTA_RULE_ON_SM_100.present)
-    return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:4] * (architecture == "gfx1100") + faulty
+    return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:5] * (architecture == "gfx1100") + spills + faulty
 
 
 def compile_for(architectures, modules, only=None):
@@ -166,6 +167,10 @@ if __name__ == "__main__":
     from tunecompile.templates.attention import backward_pass as attention_backward
     from tunecompile.templates.attention import forward_pass as attention_forward
     from tunecompile.templates.recurrent import selective_scan
+    from tunecompile.templates.recurrent.channel_rule import backward_pass as channel_backward
+    from tunecompile.templates.recurrent.channel_rule import chunks as channel_chunks
+    from tunecompile.templates.recurrent.channel_rule import forward_pass as channel_forward
+    from tunecompile.templates.recurrent.channel_rule import gradients as channel_gradients
     from tunecompile.templates.recurrent.delta_rule import backward_pass as delta_backward
     from tunecompile.templates.recurrent.delta_rule import chunks as delta_chunks
     from tunecompile.templates.recurrent.delta_rule import forward_pass as delta_forward
@@ -186,6 +191,10 @@ if __name__ == "__main__":
         delta_backward,
         delta_gradients,
         selective_scan,
+        channel_chunks,
+        channel_forward,
+        channel_backward,
+        channel_gradients,
         layer_norm,
         attention_forward,
         attention_backward,

@@ -18,6 +18,10 @@ def cases(
     delta_backward,
     delta_gradients,
     selective_scan,
+    channel_chunks,
+    channel_forward,
+    channel_backward,
+    channel_gradients,
     layer_norm,
     attention,
     attention_backward,
@@ -84,6 +88,16 @@ def cases(
         final, values = e(1, 32, 128, 128, dtype=torch.float32), e(1, 200, 32, 128)
         return delta_chunks.Chunks(total, square, values, values), delta_forward.States(values, state, final)
 
+    def by_channel(function, *rest):
+        """A step of the rule with decays of channels, from values within chunks."""
+
+        def call(through, total, keys, squares, values, *given):
+            made = channel_chunks.Chunks(total, keys, keys, through, squares, squares, squares, keys, values)
+            return function(made, *given)
+
+        chunked = e(1, 256, 32, 128, dtype=torch.float32)
+        return call, [e(1, 4, 32, 128, dtype=torch.float32), chunked, keys, e(1, 200, 32, 64), values, *rest]
+
     def delta(function, *rest):
         """A step of the rule's backward, under documents."""
 
@@ -99,6 +113,7 @@ def cases(
         e(1, 200, 32),
     )
     ends, numbers, sums = e(5, dtype=torch.int32), e(200, dtype=torch.int32), e(1, 200, 32, dtype=torch.float32)
+    keys, walked = e(1, 200, 32, 128), e(1, 4, 32, 128, 128)
     documents, level = [e(64, 16, 256), e(64, 8, 256), e(64, 8, 256)], e(16, 64, dtype=torch.float32)
     order, offsets, table = e(512, dtype=torch.int64), e(128, dtype=torch.int32), e(133, 4, dtype=torch.int32)
     tokens, stack, xa, ups = e(64, 2048), e(128, 1536, 2048), e(512, 16), e(128, 16, 1536)
@@ -248,6 +263,39 @@ def cases(
                 g, x, dt, a, b, c, numbers, states, ahead
             ),
             [wide_x, *scan, numbers, spaces, spaces],
+        ),
+        "channel_sums": (channel_chunks.sums, [keys, values]),
+        "channel_prepare": (
+            lambda q, k, v, total, beta, numbers: channel_chunks.prepare(q, k, v, total, beta, numbers, 0.1),
+            [keys, keys, values, e(1, 256, 32, 128, dtype=torch.float32), rates, numbers],
+        ),
+        "channel_scan": by_channel(channel_forward.scan),
+        "channel_outputs": by_channel(
+            lambda chunks, state: channel_forward.outputs(
+                chunks, channel_forward.States(chunks.u, state, torch.empty_like(state[:, 0]))
+            ),
+            walked,
+        ),
+        "channel_scan_back": by_channel(
+            lambda chunks, given, final: channel_backward.scan_back(chunks, given, final), values, walked[:, 0]
+        ),
+        "channel_products": by_channel(
+            lambda chunks, rates, numbers, given: channel_gradients.products(
+                given, given, rates, numbers, chunks, chunks.u, given, 0.1
+            ),
+            rates,
+            numbers,
+            values,
+        ),
+        "channel_operands": by_channel(
+            lambda chunks, rates, numbers, state, to_rate: channel_gradients.operands(
+                *(chunks.u, chunks.w, chunks.w, rates, numbers, chunks),
+                *(channel_forward.States(chunks.u, state, None), state, (chunks.scores,) * 2, chunks.u, to_rate, 0.1),
+            ),
+            rates,
+            numbers,
+            walked,
+            sums,
         ),
         "delta_prepare": (
             lambda k, v, g, beta, numbers: delta_chunks.prepare(k, v, g, beta, numbers),

@@ -17,7 +17,8 @@ TEMPLATES = {
     for provider in op.providers
     if provider.name in probe.BY_TEMPLATE and (probe.owner(op) or op).name in ARGUMENTS
 }
-HALF_ALONE = ("gated_delta_rule", "gated_delta_rule_backward")  #: bf16 products, which the interpreter has not
+#: bf16 products, which the interpreter has not
+HALF_ALONE = tuple(f"{rule}_delta_rule{end}" for rule in ("gated", "channel") for end in ("", "_backward"))
 
 
 def tried(name, device, change=None):

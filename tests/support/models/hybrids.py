@@ -64,6 +64,7 @@ HYBRIDS = {
         },
     ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm3": ("Lfm3", {**TOKENS, "head_dim": 16, "layer_types": ["conv", "full_attention", "conv"]}),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3]}),
     "granite_hybrid": (
         "GraniteMoeHybrid",
@@ -152,6 +153,12 @@ def make(family: str, dtype: torch.dtype = torch.float64, **changes) -> nn.Modul
             if parameter_name.endswith("A_log"):
                 parameter.fill_(-2.0)
     return model.train()
+
+
+def adapt(model: nn.Module, **options) -> nn.Module:
+    """LoRA on the linears that are called: PEFT refuses Mamba's `out_proj`, and its `dt_proj` is read as a weight."""
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return zoo.adapt(model, target_modules=sorted(names - {"out_proj", "dt_proj", "lm_head"}), **options)
 
 
 def home_of(model: nn.Module):

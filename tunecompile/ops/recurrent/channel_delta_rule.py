@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, op
+from tunecompile.notes import Note, note
 from tunecompile.ops.norms import compute_dtype
 from tunecompile.ops.recurrent.channel_chunks import BLOCK, ChannelChunks
 from tunecompile.ops.recurrent.delta_chunks import (
@@ -17,7 +18,9 @@ from tunecompile.ops.recurrent.delta_chunks import (
     forward_flops,
     in_chunks,
     out_of_chunks,
+    unit,
 )
+from tunecompile.ops.recurrent.gated_delta_rule import documents_in, refuse
 
 __all__ = [
     "channel_delta_chunks",
@@ -141,6 +144,25 @@ def channel_delta_rule(
     return channel_delta_chunks(q, k, v, g, beta, initial, offsets, scale, eps)
 
 
+def _refuse(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> Note | None:
+    if reason := refuse(q, k, v, initial):
+        return reason
+    return note("registers-spill") if torch.version.hip else None  # all of AMD's, as compiled for gfx942
+
+
+@channel_delta_rule.provider(
+    "triton",
+    refuses=_refuse,
+    because="chunks in parallel, states in registers; decays of pairs are never stored",
+)
+def _(q, k, v, g, beta, initial, offsets, scale, eps):
+    from tunecompile.templates.recurrent import channel_rule
+
+    q, k = (unit(x.float(), eps).value.to(x.dtype) for x in (q, k))
+    given = (x.contiguous() for x in (q, k, v, g, beta))
+    return channel_rule.forward(*given, documents_in(q, offsets), scale=scale)
+
+
 @channel_delta_rule.backward(
     saves=("q", "k", "v", "g", "beta", "initial", "offsets", "scale", "eps"),
     gives=("q", "k", "v", "g", "beta", "initial"),
@@ -170,3 +192,19 @@ def channel_delta_rule_backward(
         [dq, dk, dv, dg, dbeta, dinitial], with shape and dtype of the inputs.
     """
     return channel_delta_chunks_backward(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps)
+
+
+@channel_delta_rule_backward.provider(
+    "triton",
+    refuses=_refuse,
+    because="chunks in parallel, states' gradients in registers",
+)
+def _(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps, *, used):
+    from tunecompile.templates.recurrent import channel_rule
+
+    units = [unit(x.float(), eps) for x in (q, k)]
+    queries, keys = (each.value.to(q.dtype) for each in units)
+    given = (x.contiguous() for x in (grad, grad_final, queries, keys, v, g, beta))
+    made = channel_rule.backward(*given, documents_in(q, offsets), scale=scale)
+    made[:2] = [each.gradient(dx.float()) for each, dx in zip(units, made)]
+    return [*(y.to(x.dtype) for x, y in zip((q, k, v, g, beta), made)), None]
