@@ -246,12 +246,6 @@ def norm_of_another(x, w):
     return w * (w * root)
 
 
-def norm_unweighted(x, w):
-    root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-    normed = x * root
-    return torch.tanh(normed)
-
-
 def gated_by_mish(x, u):
     gate = F.mish(x)
     return torch.sin(u) * gate
@@ -292,7 +286,6 @@ NEAR_MISSES = [
     (norm_divided, "rms_norm", "`rsqrt` at {1}: expected mul(x, rsqrt(...)), found div(L_x_, rsqrt(...)) at {2}"),
     (norm_of_cubes, "rms_norm", "`rsqrt` at {2}: expected pow(x, 2), found pow(L_x_, 3) at {1}"),
     (norm_of_another, "rms_norm", "`rsqrt` at {1}: expected L_x_ once more, found L_w_ at {2}"),
-    (norm_unweighted, "rms_norm", "`rsqrt` at {1}: expected mul(mul(...), add(...)), found tanh(mul(...)) at {3}"),
     (gated_by_mish, "swiglu", "`mish` at {1}: expected silu(gate), found mish(L_x_) at {1}"),
     (gate_added, "swiglu", "`silu` at {1}: expected mul(silu(...), up), found add(silu(...), L_u_) at {2}"),
     (gate_read_twice, "swiglu", "`silu` at {1}: `sin` uses an inner value too at {3}"),
