@@ -47,6 +47,12 @@ def test_mix_order_reduction():
     assert all((g - e).norm() < 1e-3 * e.norm() for g, e in zip(got, expected))
 
 
+@shows("GUARD_TAGS")
+def test_guard_tags():
+    """A crash comes in few processes, whenever the collector runs. torch has switched them off for it."""
+    assert not getattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", False)
+
+
 @pytest.mark.gpu
 @shows("PADDING_GUARDS_SIZES")
 def test_padding_guards_sizes():

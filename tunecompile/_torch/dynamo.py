@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tunecompile._torch import known_bugs
 from tunecompile._torch.distributed import around_now
 from tunecompile._torch.lookup import NotRaised, exist, exists, lookup, patched
 
@@ -62,6 +64,7 @@ _FLAG_IS_SHARED = exists("torch.fx._symbolic_trace._is_fx_tracing_flag")
 _closure_patcher = lookup("torch._dynamo.config._make_closure_patcher")
 _CUTS_FOR_DDP = exists("torch._dynamo.config.optimize_ddp")
 _TAKES_INTEGERS = exists("torch._dynamo.config.allow_unspec_int_on_nn_module")
+_TAGS_CRASH = known_bugs.GUARD_TAGS.present and exists("torch._dynamo.config.use_recursive_dict_tags_for_guards")
 _maybe_mark_dynamic = lookup("torch._dynamo.maybe_mark_dynamic", lambda tensor, dims: None)
 
 
@@ -141,6 +144,22 @@ def call_compiled(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
     pytorch#126024). Another thread traces under Dynamo's lock, so the call is repeated when the lock is free. A lock
     around each call would have threads run in turns.
     """
+    if not _TAGS_CRASH or _closure_patcher is None:
+        return _call_compiled(compiled, args, kwargs)
+    as_it_was = _without_tags()()
+    try:
+        return _call_compiled(compiled, args, kwargs)
+    finally:
+        as_it_was()
+
+
+@functools.cache
+def _without_tags() -> Callable[[], Callable[[], None]]:
+    """A function that sets how guards are made, and returns one that sets what was there."""
+    return _closure_patcher(use_recursive_dict_tags_for_guards=False)
+
+
+def _call_compiled(compiled: Callable, args: tuple, kwargs: dict) -> Any:
     while True:
         try:
             return compiled(*args, **kwargs)

@@ -71,6 +71,16 @@ PADDING_GUARDS_SIZES = Fault(
     fixed=(2, 13),
 )
 
+GUARD_TAGS = Fault(
+    "torch",
+    "Dynamo skips guards by the tags of a model's dictionaries, and keeps their addresses when the model is gone: a "
+    "later model, or Python's collector, crashes the process",
+    "Guards of the compiled layers have no tags",
+    since=(2, 9),
+    fixed=(2, 12),
+    issue="pytorch#180741",
+)
+
 ROW_SCALES_ON_ADA = Fault(
     "torch",
     "FP8 products scaled by row run outside the current stream on Ada",

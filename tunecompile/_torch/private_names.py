@@ -222,6 +222,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._dynamo.config._make_closure_patcher",
     ),
     *group(
+        "on torch before 2.12 a process that trains several models may crash",
+        "torch._dynamo.config.use_recursive_dict_tags_for_guards",
+        until="2.12",
+    ),
+    *group(
         "layers with an integer of their own each are compiled one by one, up to Dynamo's limit",
         "torch._dynamo.config.allow_unspec_int_on_nn_module",
     ),
