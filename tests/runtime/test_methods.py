@@ -51,7 +51,7 @@ def test_a_method_that_is_replaced_again_and_again():
     models = pair(scaled)
     assert_same_step(*models)
     forward = Scaled.forward
-    factors = (lambda self, x: forward(self, x) * 2, lambda self, x: forward(self, x) * 3, forward)
+    factors = (lambda self, x: forward(self, x) * 2, lambda self, x: forward(self, x) * 3)
     for kind, name, values in ((Adapted, "forward", factors), (Scaled, "before", (lambda self, x: x.sin(),))):
         for value in values:
             with attribute(kind, name, value):
@@ -75,6 +75,7 @@ def test_what_is_watched_of_a_class():
     assert watch.look() not in (0, other)
 
 
+@pytest.mark.slow
 def test_an_adapted_head_whose_class_gets_another_forward():
     peft = pytest.importorskip("peft")
 
@@ -113,7 +114,7 @@ def with_louder_linears(function):
     "holder, name, change",
     [
         (F, "linear", louder),
-        (nn.Linear, "forward", louder),
+        pytest.param(nn.Linear, "forward", louder, marks=pytest.mark.slow),
         pytest.param(nn.Module, "__call__", with_louder_linears, marks=pytest.mark.slow),
         pytest.param(nn.Module, "_call_impl", with_louder_linears, marks=pytest.mark.slow),
     ],

@@ -30,7 +30,7 @@ def read_after_the_update(model: nn.Module, seed: int) -> torch.Tensor:
     return out.logits.detach()
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_logits_that_are_read_after_the_optimizers_step(frozen, caplog):
     """Those of the first step cannot be made any more, which is told; those of later steps are right."""
     model, reference = pair(of_plain_layers)
@@ -48,7 +48,7 @@ def test_logits_that_are_read_after_the_optimizers_step(frozen, caplog):
     assert has(head.refused, "logits-read-late") == (not frozen)
 
 
-@pytest.mark.parametrize("use", [torch.logsumexp, F.cross_entropy])
+@pytest.mark.parametrize("use", [pytest.param(torch.logsumexp, marks=pytest.mark.slow), F.cross_entropy])
 def test_a_loss_of_such_logits_does_not_train(use):
     model, reference = pair(of_plain_layers)
     labels = zoo.batch()["labels"].flatten()
