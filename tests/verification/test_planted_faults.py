@@ -81,8 +81,8 @@ FAULTS = [
     Fault(
         "SwiGLU",
         "swapped operands",
-        "wide = gate.to(compute_dtype(gate.dtype))",
-        "gate, up = up, gate\n    wide = gate.to(compute_dtype(gate.dtype))",
+        'wide = gate.to(compute_dtype(gate.dtype))\n    if activation == "silu":',
+        'wide, up = up.to(compute_dtype(gate.dtype)), gate\n    if activation == "silu":',
     ),
     Fault("SwiGLU", "another activation", "value = F.silu(wide)", "value = F.gelu(wide)"),
     Fault("weighted gate", "gradient without the weight", "reference(wide * weights, gate", "reference(wide, gate"),
