@@ -122,7 +122,7 @@ def test_an_engine_is_told_of_alike_whoever_was_asked_before(memory):
     several = planner()
     in_turn = [several.device_map(), several.one_gpu(), several.fsdp(), several.ddp()]
     assert in_turn == [planner().device_map(), planner().one_gpu(), planner().fsdp(), planner().ddp()]
-    assert all(rehearsal.moves == moves for (*_, moves), (rehearsal, _) in several.rehearsals.items())
+    assert all(rehearsal.moves == moves for (*_, moves), (rehearsal, _) in several.dry_runs.items())
 
 
 @pytest.mark.slow
