@@ -21,7 +21,8 @@ SHARED_LIMIT = {
     "gfx1100": 65536,
 }
 SPILLED = 384  #: bytes a thread at most, of some kernels that fill NVIDIA's 255 registers
-SPILLED_BY = {"channel_operands": 768}  #: on sm_80; torch's code in its place takes far longer still (on an H100 forty times, forward)
+#: on sm_80; torch's code in its place takes far longer still (on an H100 forty times, forward)
+SPILLED_BY = {"channel_operands": 768}
 SPILLED_ON_AMD = 16  #: attention, with Triton before 3.8
 
 
