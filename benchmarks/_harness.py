@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import math
 import statistics
 import time
@@ -25,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._results import write
 from tunecompile._torch.cuda import occupy_gpu
 from tunecompile.cli.compare.machine import header
 
@@ -157,19 +157,17 @@ def main(families: Mapping[str, Callable[[Bench], None]], shown: bool = False) -
     given = parser.parse_args()
     bench = Bench(given.only, given.sweep, given.shown, given.dry, given.repetitions)
     bench.measure_copy()
-    for bench.family, run in families.items():
+    names = list(families)
+    for place, (bench.family, run) in enumerate(families.items()):
         try:
             run(bench)
         except Exception as error:
             bench.rows.append(
                 {"family": bench.family, "case": "", "system": "", "failed": f"{type(error).__name__}: {error}"[:300]}
             )
+        if given.out:
+            write(given.out, {**header(), "copy_gbps": bench.copy_gbps, "rows": bench.rows}, names[place + 1 :])
     show(bench)
-    if given.out:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(
-            json.dumps({**header(), "copy_gbps": bench.copy_gbps, "rows": bench.rows}, indent=1) + "\n"
-        )
 
 
 def show(bench: Bench) -> None:

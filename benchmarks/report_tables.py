@@ -187,7 +187,8 @@ def render_speed(results: Sequence[dict] | None = None) -> str:
 
 
 def _speed_rows(result: dict) -> list[list[str]]:
-    rows, runs = [], median_runs(result)
+    rows = []
+    runs = [run for run in median_runs(result) if not run["status"].startswith("left out")]
     fine = [run for run in runs if run["status"] == "ok" and run["system"].split("@")[0] == "tunecompile"]
     ours = next(
         (run for run in fine if run["system"] == "tunecompile"), fine[0] if fine else None

@@ -91,6 +91,25 @@ def test_tables_leave_out_what_was_cut_off(tmp_path):
     assert tables.load_one("whole.json", tmp_path) and tables.load_one("part.json", tmp_path) is None
 
 
+def test_a_row_that_no_time_was_left_for_is_in_no_table():
+    run = {"model": "m", "mode": "lora", "shape": "1x8", "system": "hf", "status": "ok", "tokens_per_s": 5.0}
+    run |= {"step_ms": {"median": 8.0, "min": 8.0, "max": 8.0}, "peak_gib": 1.0, "first_step_s": 1.0}
+    late = {**run, "system": "unsloth", "status": "left out: no time was left"}
+    table = script("report_tables").render_speed(
+        [{"date": "2026", "runs": [run, late], "versions": {}, "machine": {"gpu": "g"}}]
+    )
+    assert "HF + PEFT" in table and "Unsloth" not in table
+
+
+def test_a_file_says_what_is_to_come(tmp_path):
+    write = script("_results").write
+    out = tmp_path / "new" / "rows.json"
+    write(out, {"runs": [1]}, ["the second"])
+    assert json.loads(out.read_text()) == {"runs": [1], "incomplete": ["the second"]}
+    write(out, {"runs": [1, 2]})
+    assert json.loads(out.read_text()) == {"runs": [1, 2]} and list(out.parent.iterdir()) == [out]
+
+
 def test_a_case_says_what_is_not_usual():
     run = {"model": "m", "mode": "lora", "shape": "1x8"}
     case = script("report_tables").case
@@ -401,6 +420,6 @@ def test_a_small_card_is_told_by_a_usual_row_and_by_its_longest():
         def guess(self):
             return 10240
 
-    rows = cards.measure(Bench(), "7.5GiB")
+    rows = list(cards.measure(Bench(), "7.5GiB"))
     assert [(row["shape"], row["status"]) for row in rows] == [("1x2048", "ok"), ("1x10240", "oom"), ("1x8192", "ok")]
     assert {row["budget_gib"] for row in rows} == {7.5}

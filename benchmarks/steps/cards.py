@@ -10,8 +10,8 @@ it does not fit, a sixth shorter. Speeds are this device's: a smaller card is sl
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
+from benchmarks._results import write
 from benchmarks.steps import longest
 from tunecompile.cli.compare.machine import header
 from tunecompile.cli.compare.meters import GIB
@@ -39,35 +40,36 @@ def hold(device: torch.device, within: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, (within - gauge.outside()) / gauge.total()))
 
 
-def measure(bench: longest.Bench, within: str) -> list[dict[str, Any]]:
+def measure(bench: longest.Bench, within: str) -> Iterator[dict[str, Any]]:
     """A row of `ROW` tokens and the longest one, under one memory."""
     nbytes = budget_bytes(within, HostGauge())
     hold(torch.device(bench.device), nbytes)
     bench.given.within = within
-    rows = [(ROW, bench.train(ROW, TIMED))]
+    about = {"system": "tunecompile", "model": bench.given.model, "mode": bench.given.mode}
+    about |= {"experts": bench.given.experts, "host_embedding": bench.given.host_embedding, "budget_gib": nbytes / GIB}
+    yield {**about, "shape": f"1x{ROW}", **bench.train(ROW, TIMED)}
     length = bench.guess()
     for _ in range(TRIES):
         if length <= ROW:
             break
-        rows.append((length, bench.train(length, 1)))
-        if rows[-1][1]["status"] == "ok":
+        row = bench.train(length, 1)
+        yield {**about, "shape": f"1x{length}", **row}
+        if row["status"] == "ok":
             break
         length = int(SHORTER * length) // longest.STEP * longest.STEP
-    about = {"system": "tunecompile", "model": bench.given.model, "mode": bench.given.mode}
-    about |= {"experts": bench.given.experts, "host_embedding": bench.given.host_embedding, "budget_gib": nbytes / GIB}
-    return [{**about, "shape": f"1x{length}", **row} for length, row in rows]
 
 
 def main() -> None:
     given = longest.parse_arguments(end=1 << 15)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {**header(), "runs": []}
     bench, console = longest.Bench(given), Console()
-    for within in given.within.split(","):
+    memories = given.within.split(",")
+    for place, within in enumerate(memories):
         for row in measure(bench, within):
             result["runs"].append(row)
             longest.show(result["runs"], console)
-        given.out.write_text(json.dumps(result, indent=1, default=str) + "\n")  # what is measured is kept
+            write(given.out, result, [f"longest row within {within}", *memories[place + 1 :]])
+        write(given.out, result, memories[place + 1 :])
     print(f"written to {given.out}")
 
 

@@ -30,6 +30,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
+from benchmarks._results import write
+
+ROW = "row: "  #: what the lines of the process begin with that says what it measured
 #: phases in the order in which a kind of layer goes through them, and the functions that each is the time of
 PHASES = {
     "dynamo": ("torch._dynamo.convert_frame:ConvertFrame.__call__",),
@@ -144,7 +147,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each shape, in this process."""
     import tunecompile
     from tunecompile.cli.compare.models import load_model
@@ -171,7 +174,7 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
         from torch._inductor.async_compile import AsyncCompile
 
         AsyncCompile.wait_pool_ready()
-    vocabulary, rows, watch = model.config.get_text_config().vocab_size, [], Stopwatch()
+    vocabulary, watch = model.config.get_text_config().vocab_size, Stopwatch()
 
     def step(shape: tuple[int, ...]) -> float:
         ids = torch.randint(vocabulary, shape, device=device)
@@ -193,22 +196,19 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
         phases = watch.taken()
         again = step(shape)
         rest = seconds - sum(sum(row.values()) for row in phases.values())
-        rows.append(
-            {
-                "system": "tunecompile",
-                "model": given.model,
-                "mode": given.mode,
-                "layers": given.layers,
-                "shape": "x".join(map(str, shape)),
-                "status": "ok",
-                "first_step_s": round(seconds, 3),
-                "second_step_s": round(again, 3),
-                "rest_s": round(rest, 3),
-                "collecting_s": round(watch.collecting, 3),
-                "phases": phases,
-            }
-        )
-    return rows
+        yield {
+            "system": "tunecompile",
+            "model": given.model,
+            "mode": given.mode,
+            "layers": given.layers,
+            "shape": "x".join(map(str, shape)),
+            "status": "ok",
+            "first_step_s": round(seconds, 3),
+            "second_step_s": round(again, 3),
+            "rest_s": round(rest, 3),
+            "collecting_s": round(watch.collecting, 3),
+            "phases": phases,
+        }
 
 
 def show(row: dict[str, Any]) -> None:
@@ -226,7 +226,8 @@ def show(row: dict[str, Any]) -> None:
 def main() -> int:
     given = parse_arguments()
     if given.child:
-        print(json.dumps(measure(given)))
+        for row in measure(given):
+            print(ROW + json.dumps(row), flush=True)
         return 0
     from tunecompile.cli.compare.machine import header
 
@@ -235,13 +236,17 @@ def main() -> int:
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
         for kind in ("cold", "warm") if given.warm else ("cold",):
             command = [sys.executable, __file__, *sys.argv[1:], "--child"]
-            child = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
-            for row in json.loads(child.stdout.splitlines()[-1]):
-                result["runs"].append({**row, "caches": kind})
-                show(result["runs"][-1])
+            child = subprocess.Popen(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True)
+            for line in child.stdout or ():
+                if line.startswith(ROW):
+                    result["runs"].append({**json.loads(line.removeprefix(ROW)), "caches": kind})
+                    show(result["runs"][-1])
+                    if given.out:
+                        write(given.out, result, ["the rest"])
+            if child.wait():
+                return child.returncode
     if given.out:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(given.out, result)
     return 0
 
 

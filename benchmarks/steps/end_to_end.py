@@ -8,24 +8,28 @@
 `padded-8x512` is 8 rows whose lengths are drawn as those of real data, none beyond 512, padded to the longest of the batch; tokens/s
 count real tokens, and unsloth-padding-free gets the same rows as one without padding.
 
-Each system has a process of its own, and with --rounds 2 each has two, in alternating order. Losses and gradients of the
-same layers, two of them, are checked against fp32 unless --no-check is given. The file is written after each system; until
-all has ended, its field "incomplete" names what is to come, and report.py leaves it out.
+Each system has a process of its own, and with --rounds 2 each has two, in alternating order. On a GPU all of them import their
+packages at the same time, before the first uses the GPU. Losses and gradients of the same layers, two of them, are first checked
+against fp32 unless --no-check is given. The file is written after each timed row; until all has ended, its field "incomplete" names
+what is to come, and report.py leaves it out. With --seconds N what runs after N seconds is ended; rows without time say so.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import functools
+import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
+from benchmarks._results import write
 from tunecompile.cli.compare.judge import passed
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.request import Comparison
@@ -42,6 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", default="hf,compile,liger,unsloth-no-checkpoint,unsloth,tunecompile")
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps, after {WARMUP} that are not")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, help="that all of it may take")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rank", type=int, default=Job.rank, help="of adapters")
     parser.add_argument("--no-experts", action="store_true", help="no adapters on stacks of experts' weights")
@@ -60,6 +65,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def show(system: str, event: str, fields: dict) -> None:
+    if event in ("turn", "kept"):
+        return
     if event == "step" and fields["step"] in (1, fields["steps"]):
         print(f"{system} {fields['label']}: step {fields['step']} took {fields['seconds']:.2f} s", flush=True)
     elif event != "step":
@@ -68,6 +75,8 @@ def show(system: str, event: str, fields: dict) -> None:
 
 def main() -> int:
     given = parse_arguments()
+    deadline = time.monotonic() + given.seconds if given.seconds else None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # the processes end, too
     device = "cuda" if torch.cuda.is_available() else "cpu"
     job = Job(
         system="hf",
@@ -87,19 +96,22 @@ def main() -> int:
     )
     systems = resolve_systems(given.systems, given.gradient_checkpointing)
     logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-
-    def keep(result: dict) -> None:
-        scratch = given.out.with_suffix(".tmp")
-        scratch.write_text(json.dumps(result, indent=1) + "\n")
-        scratch.replace(given.out)  # a run that is cut off leaves a whole file
+    keep = functools.partial(write, given.out)
 
     comparison = Comparison(
-        systems, job, logs, name=given.model, check=not given.no_check, warm=given.warm, keep=keep, listen=show
+        systems,
+        job,
+        logs,
+        name=given.model,
+        check=not given.no_check,
+        warm=given.warm,
+        keep=keep,
+        deadline=deadline,
+        listen=show,
     )
     result = run_comparison(comparison)
     for number in range(1, given.rounds):
-        keep(result | {"incomplete": [f"round {number + 1}"]})
+        keep(result, [f"round {number + 1}"])
         order = systems[::-1] if number % 2 else systems
         again = run_comparison(
             dataclasses.replace(comparison, systems=order, check=False, warm=False, keep=lambda _: None)
@@ -114,6 +126,8 @@ def main() -> int:
             else run["status"]
         )
         print(f"{run['system']:<24}{run['shape']:<16}{figures}")
+    for system, parts in result["spent_s"].items():
+        print(f"seconds of {system}: " + ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items()))
     for verdict in result["verdicts"]:
         print(f"{'pass' if verdict['passed'] else 'FAIL'}  {verdict['name']}: {verdict['detail']}")
     print(f"written to {given.out}; logs in {logs}")

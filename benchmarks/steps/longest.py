@@ -10,7 +10,6 @@ below the smallest plan runs that plan: what a row takes at least. Random weight
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 import tunecompile
+from benchmarks._results import write
 from tunecompile.cli.compare.data import random_batches
 from tunecompile.cli.compare.loops import to_device
 from tunecompile.cli.compare.machine import header
@@ -161,9 +161,7 @@ def run(given: argparse.Namespace, result: dict[str, Any], console: Console) -> 
         }
         result["runs"].append(row)
         show(result["runs"], console)
-        given.out.write_text(
-            json.dumps(result, indent=1, default=str) + "\n"
-        )  # what is measured is kept, whatever comes
+        write(given.out, result)
         return row["status"] == "ok"
 
     if given.lengths:
@@ -207,7 +205,6 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 def main() -> None:
     given = parse_arguments()
-    given.out.parent.mkdir(parents=True, exist_ok=True)
     run(given, {**header(), "runs": []}, Console())
     print(f"written to {given.out}")
 

@@ -69,7 +69,7 @@ def test_each_seed_draws_anew_and_weights_stay(tmp_path, monkeypatch):
     """In this process, for time's sake."""
     monkeypatch.setattr(
         "tunecompile.cli.compare.run.run_workers",
-        lambda workers, at_once, ended: [worker.random_runs(w.job) for w in workers],
+        lambda workers, *rest: [worker.random_runs(w.job) for w in workers],
     )
     job = Job(
         system="hf",

@@ -39,14 +39,15 @@ def test_eager_is_checked_beside_systems_that_are_timed_without_it(monkeypatch, 
     monkeypatch.setattr(run, "judge", lambda *rest: None)
     systems = resolve_systems(given, False)
     job = Job(system="hf", model="llama-tiny", mode="qlora", trainer="loop", shapes=("1x64",), steps=3)
-    run.check_apart(run.Comparison(systems, job, tmp_path), systems, str(tmp_path), tmp_path)
+    comparison = run.Comparison(systems, job, tmp_path)
+    run.check_apart(run.check_jobs(comparison, systems, str(tmp_path)), str(tmp_path), comparison, tmp_path)
     assert seen == ["hf", "tunecompile", run.REFERENCE]
 
 
 def test_what_does_not_fit_beside_the_others_is_checked_alone(monkeypatch, tmp_path):
     calls = []
 
-    def full_once(jobs, *_, at_once=False):
+    def full_once(jobs, *_, at_once=False, **options):
         calls.append((at_once, [job.system for job in jobs]))
         return [{"runs": [{"status": "oom" if at_once and job.system == "hf" else "ok"}]} for job in jobs]
 

@@ -1,6 +1,8 @@
 """A few real steps of a tiny model: through a worker process, and through a whole comparison without a compiler."""
 
 import json
+import sys
+import time
 from importlib import metadata
 
 import pytest
@@ -8,8 +10,9 @@ import torch
 
 import tunecompile
 from tests.support.comparisons import run as made_up
-from tunecompile.cli.compare import meters, models, worker
-from tunecompile.cli.compare.processes import Worker, run_workers
+from tunecompile.cli.compare import meters, models, processes, worker
+from tunecompile.cli.compare.judge import Check
+from tunecompile.cli.compare.processes import LEFT_OUT, Worker, run_workers
 from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.spec import SYSTEMS, Job, System
@@ -46,12 +49,60 @@ def test_what_ended_is_handed_on_before_the_rest_is_cut_off(tmp_path, monkeypatc
     monkeypatch.setattr(Worker, "start", lambda worker: None)
     monkeypatch.setattr(Worker, "run_turn", lambda worker: next(turns))
     monkeypatch.setattr(Worker, "read_result", lambda worker: {"runs": [made_up(worker.job.system, 100.0, 0.5)]})
+    monkeypatch.setattr("tunecompile.cli.compare.run.check_apart", lambda *_: Check())
     kept = []
     systems = [SYSTEMS[name] for name in ("hf", "compile", "tunecompile")]
     with pytest.raises(StopIteration):
-        run_comparison(Comparison(systems, TINY, tmp_path, keep=kept.append))
+        run_comparison(Comparison(systems, TINY.replace(shapes=("4x64",)), tmp_path, keep=kept.append))
     assert [[run["system"] for run in part["runs"]] for part in kept] == [["hf"], ["hf", "compile"]]
-    assert [part["incomplete"] for part in kept] == [["compile", "tunecompile", "check"], ["tunecompile", "check"]]
+    assert [part["incomplete"] for part in kept] == [["compile", "tunecompile"], ["tunecompile"]]
+
+
+@pytest.fixture
+def scripted(tmp_path, monkeypatch):
+    """Workers of two shapes that run a script in place of the worker's module."""
+    monkeypatch.setattr(processes, "LEAST_S", 0.2)
+
+    def make(script, **options):
+        (tmp_path / "script.py").write_text(
+            "import json, sys, time, pathlib\n_, module, job, path = sys.argv\npath = pathlib.Path(path)\n"
+            'run = {"shape": "2x32", "status": "ok"}\n' + script
+        )
+        monkeypatch.setattr(processes.ranks, "command", lambda job: [sys.executable, str(tmp_path / "script.py")])
+        jobs = [TINY.replace(system=name, shapes=("2x32", "1x64")) for name in ("hf", "compile")]
+        return [Worker(job, tmp_path, lambda *_: None, False, **options) for job in jobs]
+
+    return make
+
+
+def test_rows_are_kept_where_the_seconds_end_first(scripted):
+    """Its second shape hangs, and the other system would follow."""
+    workers = scripted('path.write_text(json.dumps({"runs": [run]}))\nprint("@kept {}", flush=True)\ntime.sleep(60)')
+    parts = []
+    first, second = run_workers(workers, ended=parts.append, deadline=time.monotonic() + 2)
+    assert [run["status"] for run in first["runs"]] == ["ok", LEFT_OUT] and first["runs"][1]["shape"] == "1x64"
+    assert second == {"status": LEFT_OUT}
+    assert [len(part[0]["runs"]) for part in parts] == [1, 2]
+
+
+def test_processes_that_are_started_ahead_wait_for_each_other(scripted, tmp_path):
+    script = (
+        'log = open(path.parent / "log", "a")\nprint(module, "begins", file=log, flush=True)\n'
+        'print("@turn {}", flush=True)\nsys.stdin.readline()\ntime.sleep(0.1)\nprint("ends", file=log, flush=True)\n'
+        'path.write_text(json.dumps({"runs": [run], "seconds": 1}))'
+    )
+    workers = scripted(script, ahead=True)
+    for each in workers:
+        each.start()
+    workers[1].wait_until_ready()  # before the first may go
+    workers[1].wait_until_ready = lambda: None
+    assert [result["seconds"] for result in run_workers(workers)] == [1, 1]
+    assert [line.split()[-1] for line in (tmp_path / "log").read_text().splitlines()] == [
+        "begins",
+        "begins",
+        "ends",
+        "ends",
+    ]
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ def assemble(comparison: Comparison, outcome: Mapping[str, dict], reference: dic
         "compiler": {key: compiler.get(key) for key in ("regions", "compiles")} | {"notes": list(dict.fromkeys(notes))},
         "answers": ours.get("answers", []),
         "settings": settings_of(comparison, outcome),
+        "spent_s": {name: part["spent_s"] for name, part in outcome.items() if "spent_s" in part},
     }
     if reference and reference.get("runs") and reference["runs"][0].get("status") == "ok":
         result["reference"] = {

@@ -18,6 +18,7 @@ from tunecompile.cli.compare import ranks
 
 WARMUP = 3  # steps that are not timed, for compilation, allocator and caches
 GIB = 2**30
+EACH_STEP, AT_START = "1", "start"  #: values of TUNECOMPILE_TURNS: when a worker waits for its parent
 
 
 def say(event: str, **fields) -> None:
@@ -28,10 +29,21 @@ def say(event: str, **fields) -> None:
 
 def wait_for_turn() -> None:
     """Wait for this process's turn. Processes that alternate are equally affected by other load on the machine."""
+    if os.environ.get("TUNECOMPILE_TURNS") == EACH_STEP:
+        ask_parent()
+
+
+def ask_parent() -> None:
+    """Wait until the parent process writes a line."""
+    say("turn")
+    if not sys.stdin.readline():  # the pipe is closed
+        sys.exit("the parent process has ended")
+
+
+def wait_for_start() -> None:
+    """Wait until this process may use the device, where it was started ahead of its turn."""
     if os.environ.get("TUNECOMPILE_TURNS"):
-        say("turn")
-        if not sys.stdin.readline():  # the pipe is closed
-            sys.exit("the parent process has ended")
+        ask_parent()
 
 
 class StepClock:

@@ -2,24 +2,32 @@
 
 If memory permits (on a CPU), the processes of all systems exist at once and run one step in turn. Other load on the
 machine then affects all of them alike, so the ratio of their medians is meaningful.
+
+On a GPU they run one after the other, but may all be started ahead: they import their packages and wait.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tunecompile.cli.compare import ranks
+from tunecompile.cli.compare.meters import AT_START, EACH_STEP
 from tunecompile.cli.compare.spec import Job
 
 Listener = Callable[[str, str, dict], None]  # system, event, fields
+LEFT_OUT = "left out: no time was left"  #: the status of what does not fit into the seconds of a comparison
+LEAST_S = 10.0  #: seconds, below which no worker is begun
 
 
 @dataclass
@@ -32,7 +40,10 @@ class Worker:
     turns: bool
     task: str = "train"
     caches: str | None = None  #: folder of the compilers' caches, which is kept; None: a new one
+    ahead: bool = False  #: import the packages when it is started, then wait
     process: subprocess.Popen | None = field(default=None, init=False)
+    overdue: bool = field(default=False, init=False)
+    kept: Callable[[], None] | None = field(default=None, init=False)  #: called when it has written a part
 
     @property
     def started(self) -> subprocess.Popen:
@@ -48,6 +59,7 @@ class Worker:
             + (f"-{self.job.layers}-layers" if self.job.layers else "")
             + ("-warm" if self.job.steps == 1 else "")
             + (f"-repeat-{self.job.repeat}" if self.job.repeat else "")
+            + ("-check" if self.job.shapes and self.job.gradients else "")
         )
 
     def start(self) -> None:
@@ -58,8 +70,8 @@ class Worker:
         self.own_caches = tempfile.mkdtemp(prefix="tunecompile-cache-")
         spec.write_text(json.dumps(self.job.to_dict() | {"task": self.task}))
         environment = dict(os.environ, PYTHONUNBUFFERED="1")
-        if self.turns:
-            environment["TUNECOMPILE_TURNS"] = "1"
+        if self.turns or self.ahead:
+            environment["TUNECOMPILE_TURNS"] = EACH_STEP if self.turns else AT_START
         if not self.job.trust_cache:  # with empty caches, compile times are those of a first run
             folder = self.caches or self.own_caches
             environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
@@ -74,17 +86,30 @@ class Worker:
 
     def run_turn(self) -> bool:
         """Let it run until it waits for its next turn (True) or ends (False)."""
-        process = self.started
-        if self.turns and process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has ended; its last lines are read below
-                process.stdin.write("go\n")
-                process.stdin.flush()
-        for line in process.stdout or ():
+        if self.turns:
+            self.go()
+        for line in self.started.stdout or ():
             event = self.hear(line)
             if event == "turn":
                 return True
+            if event == "kept" and self.kept is not None:
+                self.kept()
         self.finish()
         return False
+
+    def go(self) -> None:
+        """Let it continue, if it waits."""
+        stdin = self.started.stdin
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its last lines are still to be read
+            if stdin is not None:
+                stdin.write("go\n")
+                stdin.flush()
+
+    def wait_until_ready(self) -> None:
+        """Read its output until it waits for its first turn."""
+        for line in self.started.stdout or ():
+            if self.hear(line) == "turn":
+                return
 
     def hear(self, line: str) -> str | None:
         """Pass an event on and return its name; log any other line."""
@@ -107,37 +132,55 @@ class Worker:
             self.process.kill()
             self.finish()
 
+    def stop_late(self) -> None:
+        """Kill it because the seconds are over."""
+        self.overdue = True
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+
     def read_result(self) -> dict:
-        """The result that it wrote, or its status if it ended early."""
-        if self.result.is_file():
-            return json.loads(self.result.read_text())
+        """The result that it wrote; where it ended early, the runs that it wrote, and its status for the others."""
+        result = self.read_part()
+        if "seconds" in result:  # which only a whole one has
+            return result
         code = self.started.returncode
         reason = f"killed by signal {-code}, often for memory" if code < 0 else f"exit code {code}"
-        return {"status": f"error: the process ended early ({reason}); see {self.log.name}"}
+        status = LEFT_OUT if self.overdue else f"error: the process ended early ({reason}); see {self.log.name}"
+        there = result.get("runs", [])
+        shapes = [shape for shape in self.job.shapes if shape not in {run["shape"] for run in there}]
+        lost = [{"shape": shape, "seed": self.job.draw, "status": status} for shape in shapes]
+        return result | ({"runs": [*there, *lost]} if there else {"status": status})
+
+    def read_part(self) -> dict:
+        """What it has written so far."""
+        return json.loads(self.result.read_text()) if self.result.is_file() else {}
 
 
 def run_workers(
-    workers: list[Worker], at_once: bool = False, ended: Callable[[list[dict]], None] | None = None
+    workers: list[Worker],
+    at_once: bool = False,
+    ended: Callable[[list[dict]], None] | None = None,
+    deadline: float | None = None,
 ) -> list[dict]:
     """Run all workers and return their results: in turns, all at once, or one after the other.
 
     Args:
-        workers: of one comparison.
+        workers: of one comparison; those that were started ahead wait.
         at_once: run them at the same time.
-        ended: called with the results so far whenever workers have ended and others follow.
+        ended: called with the results so far whenever workers have ended or written a part, and others follow.
+        deadline: of `time.monotonic`, at which what runs is ended, and what would follow is left out.
     """
     groups = [workers] if at_once or (workers and workers[0].turns) else [[worker] for worker in workers]
     results: list[dict] = []
     try:
         for group in groups:
-            for worker in group:
-                worker.start()
-            alive = list(group)
-            for worker in alive:
-                if worker.turns:  # it waits for its first turn
-                    wait_until_ready(worker)
-            while alive:
-                alive = [worker for worker in alive if worker.run_turn()]
+            if deadline is not None and deadline - time.monotonic() < LEAST_S:
+                results += [{"status": LEFT_OUT}] * len(group)
+                continue
+            if ended is not None and len(group) == 1:
+                group[0].kept = functools.partial(hand_on_part, ended, tuple(results), group[0])
+            with ended_by(deadline, group):
+                run_group(group)
             results += [worker.read_result() for worker in group]
             if ended is not None and len(results) < len(workers):
                 ended(results)
@@ -147,8 +190,36 @@ def run_workers(
     return results
 
 
-def wait_until_ready(worker: Worker) -> None:
-    """Read the worker's output until it waits for its first turn."""
-    for line in worker.started.stdout or ():
-        if worker.hear(line) == "turn":
-            return
+def hand_on_part(ended: Callable[[list[dict]], None], results: Sequence[dict], worker: Worker) -> None:
+    """Hand on the results so far with the part that a worker has written."""
+    ended([*results, worker.read_part()])
+
+
+def run_group(group: Sequence[Worker]) -> None:
+    """Run workers at the same time, or in turns."""
+    for worker in group:
+        if worker.process is None:
+            worker.start()
+    for worker in group:
+        if worker.turns or worker.ahead:
+            worker.wait_until_ready()
+    for worker in group:
+        if worker.ahead and not worker.turns:
+            worker.go()
+    alive = list(group)
+    while alive:
+        alive = [worker for worker in alive if worker.run_turn()]
+
+
+@contextlib.contextmanager
+def ended_by(deadline: float | None, group: Sequence[Worker]) -> Iterator[None]:
+    """End workers that still run at the deadline."""
+    if deadline is None:
+        yield
+        return
+    timer = threading.Timer(deadline - time.monotonic(), lambda: [worker.stop_late() for worker in group])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -34,9 +34,15 @@ class Comparison:
     check: bool = True
     turns: bool = False
     warm: bool = False  #: measure the first step of compiling systems once more, in a new process with filled caches
-    #: called with the result so far after each system and before the check; its `incomplete` says what is to come
+    #: called with the result so far after each timed run and before the check; its `incomplete` says what is to come
     keep: Callable[[dict], None] = ignore
+    deadline: float | None = None  #: of time.monotonic: what runs then is ended, and what would follow is left out
     listen: Listener = ignore
+
+    @property
+    def ahead(self) -> bool:
+        """Whether processes import their packages at the same time, before they use the GPU one after the other."""
+        return self.job.device == "cuda" and self.job.gpus == 1 and not self.turns
 
     @property
     def model_name(self) -> str:

@@ -46,7 +46,7 @@ class Run(Part):
     model: str
     mode: Literal["qlora", "lora", "full"]
     shape: str  # ROWSxLENGTH
-    status: str  # ok, oom, not installed, or error: ...
+    status: str  # ok, oom, not installed, error: ..., or left out: no time was left
     order: int
     seed: int | None = None  # for adapters, the order of the rows and dropout
     version: str | None = None  # of the system's package: transformers for hf, torch for compile
@@ -111,6 +111,7 @@ class Result(Part):
     verdicts: list[Verdict]
     settings: dict[str, bool | int | float | str | list[str] | None]
     incomplete: list[str] | None = None  # what a run that was cut off still had to do
+    spent_s: dict[str, dict[str, float]] | None = None  # seconds of each part of a system's process
 
     model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"), extra="allow")
 

@@ -45,43 +45,86 @@ def run_comparison(comparison: Comparison) -> dict:
     logs = comparison.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     check_here = comparison.check and not job.shapes and job.gpus == 1  # a shape model is checked with fewer layers
-    with tempfile.TemporaryDirectory(prefix="tunecompile-gradients-") as scratch, shape_on_disk(comparison) as folder:
-        present = [system for system in comparison.systems if system.installed]
+    present = [system for system in comparison.systems if system.installed]
+    check_too = comparison.check and not check_here and any(system.engine == "tunecompile" for system in present)
+    with tempfile.TemporaryDirectory(prefix="tunecompile-gradients-") as scratch, contextlib.ExitStack() as stack:
+        folder, written = stack.enter_context(shape_on_disk(comparison))
         jobs = [job_for(system, job, folder, scratch if check_here else None) for system in present]
         caches = {
             system.name: f"{scratch}/{system.name}-caches"
             for system in present
             if comparison.warm and system.engine in COMPILING
         }
+        checks = check_jobs(comparison, present, scratch) if check_too else []
+        waiting = stack.enter_context(started_ahead([*checks, *jobs], comparison, logs, caches))
+        written()
+        reference, check = None, Check()
+        if checks:  # first, while other processes still import
+            check = check_apart(checks, scratch, comparison, logs, waiting)
+        to_come = ["check"] if check_here else []
         results = run_jobs(
-            jobs, comparison, logs, caches=caches, ended=lambda so_far: keep_part(comparison, present, so_far)
+            jobs,
+            comparison,
+            logs,
+            caches=caches,
+            waiting=waiting,
+            ended=lambda so_far: keep_part(comparison, present, so_far, check, to_come),
         )
         outcome = {system.name: result for system, result in zip(present, results, strict=True)}
         repeat_seeds(jobs, outcome, comparison, logs)
         measure_warm_starts([each for each in jobs if each.system in caches], outcome, comparison, logs, caches)
-        reference, check = None, Check()
         if check_here:
             reference = run_jobs([reference_job(job, comparison, scratch)], comparison, logs)[0]
             check = judge(outcome, reference, scratch, job)
-        elif comparison.check and any(system.engine == "tunecompile" for system in present):
-            keep_part(comparison, present, list(outcome.values()))
-            check = check_apart(comparison, present, scratch, logs)
     return assemble(comparison, outcome, reference, check)
 
 
-def keep_part(comparison: Comparison, present: Sequence[System], so_far: Sequence[dict]) -> None:
-    """Hand on the result of the systems that have ended, marked by the names of what is not yet there.
+def keep_part(
+    comparison: Comparison, present: Sequence[System], so_far: Sequence[dict], check: Check, to_come: Sequence[str]
+) -> None:
+    """Hand on the result so far, marked by the names of what is not yet there.
 
     Args:
         comparison: what is compared.
         present: the installed systems, in their order.
-        so_far: results of the first of them.
+        so_far: results of the first of them; the last one may lack shapes.
+        check: what the comparison with the reference showed, if it is over.
+        to_come: what else is to come.
     """
+    outcome = {system.name: result for system, result in zip(present, so_far, strict=False)}
     missing = [system.name for system in present[len(so_far) :]]
     part = dataclasses.replace(comparison, systems=[s for s in comparison.systems if s.name not in missing])
-    outcome = {system.name: result for system, result in zip(present, so_far, strict=False)}
-    to_come = [*missing, *(["check"] if comparison.check else [])]
-    comparison.keep(assemble(part, outcome, None, Check()) | {"incomplete": to_come})
+    for name, result in outcome.items():
+        there = {run["shape"] for run in result.get("runs", [])}
+        missing += [f"{name} {shape}" for shape in comparison.job.shapes if there and shape not in there]
+    comparison.keep(assemble(part, outcome, None, check) | {"incomplete": [*missing, *to_come]})
+
+
+@contextlib.contextmanager
+def started_ahead(
+    jobs: Sequence[Job], comparison: Comparison, logs: Path, caches: Mapping[str, str]
+) -> Iterator[dict[Job, Worker]]:
+    """Processes that import the packages of their jobs and wait, where this machine and comparison suit that.
+
+    Unsloth uses the GPU when it is imported, so it is not started ahead where a memory budget counts what is used.
+    """
+    budgets = any(job.memory for job in jobs)
+    early = [job for job in jobs if comparison.ahead and not (budgets and job.engine == "unsloth")]
+    waiting = {
+        job: Worker(job, logs, comparison.listen, False, caches=caches_of(job, caches), ahead=True) for job in early
+    }
+    try:
+        for worker in waiting.values():
+            worker.start()
+        yield waiting
+    finally:
+        for worker in waiting.values():
+            worker.stop()
+
+
+def caches_of(job: Job, caches: Mapping[str, str]) -> str | None:
+    """The folder of compiled code that is kept for a job; that of a check is not."""
+    return None if job.shapes and job.gradients else caches.get(job.system)
 
 
 def job_for(system: System, job: Job, folder: str | None, scratch: str | None) -> Job:
@@ -100,11 +143,14 @@ def job_for(system: System, job: Job, folder: str | None, scratch: str | None) -
 
 
 @contextlib.contextmanager
-def shape_on_disk(comparison: Comparison) -> Iterator[str | None]:
-    """A folder with the shape model's weights for the system that can only load from disk; None if no system does."""
+def shape_on_disk(comparison: Comparison) -> Iterator[tuple[str | None, Callable[[], None]]]:
+    """A folder for the shape model's weights, and a function that waits until they are in it.
+
+    They are for the system that can only load from disk; without it there is no folder.
+    """
     job = comparison.job
     if not (models.is_shape(job.model) and any(s.engine == "unsloth" and s.installed for s in comparison.systems)):
-        yield None
+        yield None, lambda: None
         return
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="tunecompile-shape-", dir=memory if memory.is_dir() else None) as folder:
@@ -115,8 +161,11 @@ def shape_on_disk(comparison: Comparison) -> Iterator[str | None]:
             kwargs={"seed": job.seed, "device": job.device, "layers": job.layers, "quantise": job.mode == "qlora"},
         )
         maker.start()
-        maker.join()
-        yield folder
+        try:
+            yield folder, maker.join
+        finally:
+            maker.kill()
+            maker.join()
 
 
 def run_jobs(
@@ -127,23 +176,30 @@ def run_jobs(
     caches: Mapping[str, str] | None = None,
     at_once: bool = False,
     ended: Callable[[list[dict]], None] = ignore,
+    waiting: Mapping[Job, Worker] | None = None,
 ) -> list[dict]:
     """Run a worker for each job and return the results in the order of the jobs.
 
     Args:
         jobs: of one comparison.
-        comparison: whether the workers take turns, and who listens to them.
+        comparison: whether the workers take turns, who listens to them, and how long they may take.
         logs: folder of the workers' files.
         task: of the workers.
         caches: folders of compiled code that are kept, by system; others are removed with the worker.
         at_once: run all workers at the same time.
-        ended: called with the results so far whenever a worker has ended and others follow.
+        ended: called with the results so far whenever a worker has ended or written a part, and others follow.
+        waiting: workers that were started ahead.
     """
     turns = comparison.turns and len(jobs) > 1 and not at_once
+    ready = waiting or {}
     results = run_workers(
-        [Worker(job, logs, comparison.listen, turns, task, (caches or {}).get(job.system)) for job in jobs],
+        [
+            ready.get(job) or Worker(job, logs, comparison.listen, turns, task, caches_of(job, caches or {}))
+            for job in jobs
+        ],
         at_once,
         ended,
+        comparison.deadline,
     )
     for job, result in zip(jobs, results, strict=True):
         if "user_error" in result:
@@ -202,8 +258,8 @@ def reference_job(job: Job, comparison: Comparison, scratch: str) -> Job:
     )
 
 
-def check_apart(comparison: Comparison, present: Sequence[System], scratch: str, logs: Path) -> Check:
-    """Check in separate runs of one process each.
+def check_jobs(comparison: Comparison, present: Sequence[System], scratch: str) -> list[Job]:
+    """The jobs of a check in separate runs of one process each; the last is the reference's.
 
     A few layers represent a shape model, which would not fit in fp32 at full depth. Systems under a budget are checked
     without it, as a few layers fit any budget.
@@ -223,18 +279,30 @@ def check_apart(comparison: Comparison, present: Sequence[System], scratch: str,
     if not any(s.engine == "hf" for s in checked):
         names.insert(0, "hf")  # eager's error is the yardstick, even where eager was not timed
     jobs = [shallow.replace(system=name, gradients=f"{scratch}/{name}.pt") for name in names]
-    jobs.append(shallow.replace(system=REFERENCE, gradients=f"{scratch}/{REFERENCE}.pt", checkpointing=False))
-    outcome = run_untimed(jobs, comparison, logs)
-    return judge(outcome, outcome.pop(REFERENCE), scratch, shallow)
+    return [*jobs, shallow.replace(system=REFERENCE, gradients=f"{scratch}/{REFERENCE}.pt", checkpointing=False)]
 
 
-def run_untimed(jobs: Sequence[Job], comparison: Comparison, logs: Path) -> dict[str, dict]:
+def check_apart(
+    jobs: Sequence[Job],
+    scratch: str,
+    comparison: Comparison,
+    logs: Path,
+    waiting: Mapping[Job, Worker] | None = None,
+) -> Check:
+    """Run the jobs of `check_jobs`, and judge them."""
+    outcome = run_untimed(jobs, comparison, logs, waiting)
+    return judge(outcome, outcome.pop(REFERENCE), scratch, jobs[-1])
+
+
+def run_untimed(
+    jobs: Sequence[Job], comparison: Comparison, logs: Path, waiting: Mapping[Job, Worker] | None = None
+) -> dict[str, dict]:
     """Run jobs that are not timed, and return the results by system.
 
     On a GPU they run at once, as they mostly start up; those that run out of memory beside the others run again alone.
     """
     at_once = comparison.job.device == "cuda"
-    results = run_jobs(jobs, comparison, logs, at_once=at_once)
+    results = run_jobs(jobs, comparison, logs, at_once=at_once, waiting=waiting)
     outcome = {job.system: result for job, result in zip(jobs, results, strict=True)}
     crowded = [job for job in jobs if at_once and ran_out_of_memory(outcome[job.system])]
     if crowded:

@@ -5,6 +5,7 @@ Events for its parent are lines that begin with `@`; all other output is for the
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunecompile.cli.compare.progress import Progress
 from tunecompile.cli.compare.spec import REFERENCE, Job, Shape
 
 if TYPE_CHECKING:  # transformers must not be imported before Unsloth
@@ -24,56 +26,85 @@ OTHER_ROWS = 1000  #: difference between the seeds of two ranks' random rows
 
 
 def prepare_process(job: Job) -> None:
-    """Prepare what has to precede the import of torch and transformers: quiet libraries, and Unsloth."""
+    """Import what the job needs, Unsloth before torch and transformers; a process that waits has that behind it."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
     if job.engine == "unsloth":
         import unsloth  # noqa: F401
+    import_packages(job)
 
 
-def random_runs(job: Job) -> dict:
+def import_packages(job: Job) -> None:
+    """Import the packages of a system, and its model's code."""
+    import importlib
+
+    from tunecompile.cli.compare import data, gradients, loops, models, parallel  # noqa: F401
+
+    packages = ["peft"] * (job.mode != "full") + ["bitsandbytes"] * (job.mode == "qlora")
+    packages += {"tunecompile": ["tunecompile"], "liger": ["liger_kernel.transformers"]}.get(job.engine, [])
+    for package in packages:
+        importlib.import_module(package)
+    if job.engine != "unsloth" and models.is_shape(job.model):
+        from tunecompile.estimate.known_shapes import empty_model, shape_config
+
+        empty_model(shape_config(job.model, 1))
+
+
+def random_runs(job: Job, progress: Progress | None = None) -> dict:
     """Train a shape model on random tokens, a run for each shape in this process."""
     import torch
 
     from tunecompile.cli.compare import data, gradients, loops, models, parallel, ranks
     from tunecompile.cli.compare.spec import parse_shape
 
-    model = models.load_model(job)
-    vocabulary = model.config.vocab_size
-    loops.enable_checkpointing(model, job)
-    models.apply_system(parallel.shard(model, job), job)
-    trained = parallel.wrap(model, job)
+    progress = progress or Progress()
+    with progress.on("load"):
+        model = models.load_model(job)
+        vocabulary = model.config.vocab_size
+        loops.enable_checkpointing(model, job)
+        models.apply_system(parallel.shard(model, job), job)
+        trained = parallel.wrap(model, job)
+    runs: list[dict] = []
 
     def run_of(shape: str) -> dict:
         torch.manual_seed(job.draw)
         seed = job.draw + OTHER_ROWS * ranks.rank()
         batches = data.random_batches(parse_shape(shape), vocabulary, job, seed, job.steps)
-        return guarded(lambda: measured(model, job, lambda: loops.train_loop(trained, batches, job, shape)))
+        about = {"shape": shape, "seed": job.draw}
+        train = functools.partial(loops.train_loop, trained, batches, job, shape)
 
-    runs = []
+        def timed(figures: dict) -> None:
+            progress.keep([*runs, about | figures])
+
+        return about | guarded(lambda: measured(model, job, train, progress, timed))
+
     for shape in job.shapes:
-        runs.append({"shape": shape, "seed": job.draw} | run_of(shape))
+        runs.append(run_of(shape))
+        progress.keep(runs)
         if shape != job.shapes[-1]:
             models.set_initial_adapter(model, job.draw)
-    if job.engine == "tunecompile" and job.gpus == 1:  # last, as the first step must not profit from its measurements
-        for run in runs:
-            run |= predicted(model, job, parse_shape(run["shape"]))
+    if job.engine == "tunecompile" and job.gpus == 1 and job.saved_bytes:
+        with progress.on("estimate"):  # last, as the first step must not profit from its measurements
+            for run in runs:
+                run |= predicted(model, job, parse_shape(run["shape"]))
     if job.gradients:
         batch = data.random_batches(parse_shape(job.shapes[0]), vocabulary, job, job.seed + 1, 1)[0]
         gradients.dump_gradients(model.train(), loops.to_device(batch, job.device), job, job.gradients)
     return {"runs": runs, "attention": model.config._attn_implementation, "report": compiler_report(model, job)}
 
 
-def data_run(job: Job) -> dict:
+def data_run(job: Job, progress: Progress | None = None) -> dict:
     """Train a model on the user's data, with questions before and after if the job has any."""
     import torch
 
     from tunecompile.cli.compare import data, gradients, loops, meters, models, parallel, ranks
 
+    progress = progress or Progress()
     tokenizer = models.load_tokenizer(job)
     split = data.split_rows(data.read_rows(str(job.data), job.loss), tokenizer, job)
-    model = models.load_model(job)
+    with progress.on("load"):
+        model = models.load_model(job)
     result: dict = {"dropped_rows": split.dropped, "rows": len(split.train)}
     held_out = data.held_out_batches(split.held_out, tokenizer, job)
     before = {"held_out_before": held_out_loss(model, held_out, job)} if held_out else {}
@@ -93,7 +124,7 @@ def data_run(job: Job) -> dict:
         batches = data.make_batches(split.train, tokenizer, job, job.steps * job.processes)
         return loops.train_loop(trained, batches[ranks.rank() :: job.processes], job, "train")
 
-    run = {"shape": job.shape, "seed": job.draw} | before | measured(model, job, train)
+    run = {"shape": job.shape, "seed": job.draw} | before | measured(model, job, train, progress)
     if held_out:
         run["held_out_after"] = held_out_loss(model, held_out, job)
     for answer, row, text in zip(answers, asked, answer_all(model, tokenizer, asked, job)):
@@ -112,17 +143,47 @@ def data_run(job: Job) -> dict:
     }
 
 
-def measured(model: Any, job: Job, train: Callable[[], Trained]) -> dict:
-    """Train, then run the extra untimed steps that the other figures need."""
+def measured(
+    model: Any,
+    job: Job,
+    train: Callable[[], Trained],
+    progress: Progress | None = None,
+    timed: Callable[[dict], None] | None = None,
+) -> dict:
+    """Train, then run the extra untimed steps that the other figures need.
+
+    Args:
+        model: the model.
+        job: the job.
+        train: the timed steps.
+        progress: where the seconds are counted.
+        timed: called with the figures of the timed steps, before the extra ones.
+    """
     from tunecompile.cli.compare import meters, ranks
 
+    progress = progress or Progress()
     meters.reset_memory(job.device)
-    trained = train()
-    figures = ranks.together(trained.clock.figures() | meters.memory_figures(job.device), job)
+    with progress.on("train"):
+        trained = train()
+        figures = ranks.together(trained.clock.figures() | meters.memory_figures(job.device), job)
     if (report := compiler_report(model, job)) and report["memory"]:
         # before the extra steps, which need more memory: they offload nothing while saved tensors are counted
         figures["memory"] = report["memory"]
-    counted = job.engine != REFERENCE and job.gpus == 1  # for steps of a single process
+    # ZeRO-3 leaves a shard with the number of all values
+    figures["trainable"] = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+    figures["status"] = "ok"
+    if timed is not None:
+        timed(figures)
+    with progress.on("count"):
+        return figures | counts(model, job, trained)
+
+
+def counts(model: Any, job: Job, trained: Trained) -> dict:
+    """Kernel launches of a step and the bytes that it saves for backward, by extra steps of a single process."""
+    from tunecompile.cli.compare import meters
+
+    figures: dict = {}
+    counted = job.engine != REFERENCE and job.gpus == 1
     if counted and job.launches and job.device == "cuda":
         figures |= more("launches_per_step", "counting launches", lambda: meters.count_launches(trained.step))
     if counted and job.saved_bytes:  # last: under a budget, the memory held here may lead to another plan
@@ -132,10 +193,7 @@ def measured(model: Any, job: Job, train: Callable[[], Trained]) -> dict:
             lambda: meters.count_saved_bytes(model, lambda: trained.forward(trained.batch)),
         )
         model.zero_grad(set_to_none=True)
-    return figures | {
-        "status": "ok",
-        "trainable": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad),
-    }  # ZeRO-3 leaves a shard with the number of all values
+    return figures
 
 
 def more(name: str, phase: str, measure: Callable[[], int]) -> dict:
@@ -241,7 +299,7 @@ def compiler_report(model: Any, job: Job) -> dict | None:
         return None
 
 
-def reload_adapter(job: Job) -> dict:
+def reload_adapter(job: Job, _: Progress | None = None) -> dict:
     """The answers of a plain model with the saved adapter, by plain PEFT."""
     from peft import PeftModel
 
@@ -278,19 +336,23 @@ def main(job_path: str, result_path: str) -> None:
     spec = json.loads(Path(job_path).read_text())
     task = spec.pop("task", "train")
     job = Job(**spec)
-    prepare_process(job)
     from tunecompile.cli.compare import ranks
-    from tunecompile.cli.compare.meters import say, wait_for_turn
 
-    wait_for_turn()
+    progress = Progress(Path(result_path) if ranks.rank() == 0 else None)
+    with progress.on("import"):
+        prepare_process(job)
+    from tunecompile.cli.compare.meters import say, wait_for_start
+
+    wait_for_start()
     say("phase", text="loading")
     started = time.perf_counter()
     tasks = {"train": random_runs if job.shapes else data_run, "reload": reload_adapter}
     with ranks.group(job):
-        result = guarded(lambda: tasks[task](job))
+        result = guarded(lambda: tasks[task](job, progress))
         failed = any(row.get("status", "ok") != "ok" for row in (result, *result.get("runs", [])))
         if ranks.rank() == 0 or failed:
-            Path(result_path).write_text(json.dumps(result | {"seconds": time.perf_counter() - started}))
+            progress.path = Path(result_path)
+            progress.write(result | {"seconds": time.perf_counter() - started})
         if failed and job.processes > 1:
             os._exit(1)  # torchrun ends the other ranks, which wait for this one
 
