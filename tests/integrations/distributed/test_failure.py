@@ -32,9 +32,8 @@ def test_a_rank_that_cannot_go_on_ends_the_others():
     )
     assert ended.returncode != 0 and "trained" not in ended.stdout
     (said,) = [line for line in ended.stderr.splitlines() if "RankLost: " in line]
-    assert said.startswith(
-        "[rank1]: tunecompile.errors.RankLost: Rank 1 of 2 ran out of memory. 0.00 MiB were missing"
-    ), ended.stderr
+    assert said.startswith("[rank1]: tunecompile.errors."), ended.stderr
+    assert "RankLost: Rank 1 of 2 ran out of memory. 0.00 MiB were missing" in said
     assert "resume it from its last checkpoint with memory='" in said
     assert "rank      : 1 (local_rank: 1)" in ended.stderr.partition("Root Cause")[2], (
         ended.stderr
