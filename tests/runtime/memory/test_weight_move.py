@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.support.memory.weight_cache import (
 )
 from tunecompile.ops import lora_linear
 from tunecompile.runtime.cuda_graphs import launch_bound, recording, replay
+from tunecompile.runtime.parts.dense_weights import DenseWeights
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -314,17 +316,21 @@ def test_on_the_device_where_accelerate_placed_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("why", ["cpu", "gathered", "several devices"])
+@pytest.mark.parametrize("why", ["cpu", "gathered"])
 def test_weights_that_stay_apart(why, monkeypatch):
     if why == "cpu":
         monkeypatch.undo()
     model, reference = build(), build(False)
     if why == "gathered":
-        monkeypatch.setattr("tunecompile.runtime.region.sharded", lambda parameter: True)
-    if why == "several devices":
-        monkeypatch.setattr(
-            "tunecompile.runtime.model_state.State._devices",
-            lambda state: {torch.device("cpu", 0), torch.device("cpu", 1)},
-        )
+        monkeypatch.setattr("tunecompile.runtime.layer_slot.sharded", lambda parameter: True)
     assert_same_by_element(model, reference)
     assert not moved(model) and not kept(model).moved
+
+
+@pytest.mark.parametrize("devices", [(0,), (0, 1)])
+def test_weights_on_several_devices_stay_apart(devices):
+    weights = [SimpleNamespace(device=torch.device("cpu", index)) for index in devices]
+    slot = SimpleNamespace(stays=True, layer=SimpleNamespace(parameters=lambda: weights))
+    cache = SimpleNamespace(moves=None, expect=lambda: None)
+    DenseWeights().before_step(SimpleNamespace(kept=cache, slots=[slot], precision=None), None)
+    assert cache.moves is (len(devices) == 1)
