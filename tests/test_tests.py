@@ -1,4 +1,4 @@
-"""Tests share helpers by `tests.support` and fixtures by conftest.py: no file reads names from a file of tests."""
+"""Tests share helpers by `tests.support` and fixtures by conftest.py, and the names that they read are there."""
 
 import ast
 import shutil
@@ -6,6 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.support.names import missing
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,6 +61,50 @@ def test_no_test_imports_from_a_test():
 )
 def test_it_would_be_seen(code):
     assert shared(code)
+
+
+def test_names_that_tests_and_benchmarks_read_are_there():
+    """Slow tests and those for a GPU run seldom: a name that goes would be missed there for weeks."""
+    files = {file for folder in ("tests", "benchmarks", "docs") for file in ROOT.glob(f"{folder}/**/*.py")}
+    assert len(files) > 400
+    assert {
+        str(path.relative_to(ROOT)): gone
+        for path in sorted(files - {Path(__file__)})
+        if (gone := {*missing(path.read_text("utf-8"))})
+    } == {}
+
+
+@pytest.mark.parametrize(
+    "code, gone",
+    [
+        ("from tunecompile.errors import Gone", "tunecompile.errors.Gone"),
+        ("def late():\n    import tunecompile.gone", "tunecompile.gone"),
+        ("from tunecompile.runtime import region\nregion.gone", "region.gone"),
+        ("from tunecompile.runtime import region\npatch.setattr(region, 'gone', 1)", "region.gone"),
+        ("patch.setattr('tunecompile.runtime.region.gone', 1)", "'tunecompile.runtime.region'.gone"),
+        ("import tunecompile.runtime.region\ntunecompile.runtime.region.gone()", "tunecompile.runtime.region.gone"),
+        ("from tunecompile.runtime.region import Region as It\nIt.gone", "It.gone"),
+        ("from tunecompile.passes import gone", "tunecompile.passes.gone"),
+        ("CODE = '''\nfrom tests.support.batches import gone\n'''", "tests.support.batches.gone"),
+    ],
+)
+def test_a_name_that_is_gone_is_seen(code, gone):
+    assert {*missing(code)} == {gone}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from tunecompile.passes.plan import probe\nprobe.__name__",
+        "from tunecompile.runtime.region import Region\nRegion.variants, Region.__init__",
+        "from tunecompile import verify, report\nverify.any, report.any",
+        "import tunecompile.passes\ntunecompile.passes.recognize",
+        "from tunecompile.runtime import region\nregion = 1\nregion.any",
+        "patch.setattr('tunecompile.runtime.region.new', 1, raising=False)",
+    ],
+)
+def test_a_name_that_is_there_or_not_known_is_none(code):
+    assert not {*missing(code)}
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
