@@ -10,8 +10,10 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tunecompile.errors import BadBatchShape, CannotEstimate, UnknownBudget, UnknownGpu
+from tunecompile.estimate import dry_run
 from tunecompile.planner.device_memory import MARGIN
 from tunecompile.runtime.memory.accounting import MemoryAccounting
+from tunecompile.runtime.unpad.pair_masks import MaskCell
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -354,6 +356,19 @@ def test_written_out_attention_keeps_no_scores_and_makes_no_mask():
     model = zoo.make("llama", num_hidden_layers=2, attn_implementation="eager", max_position_embeddings=1 << 16)
     found = tunecompile.estimate(model.train(), (1, 1 << 16))
     assert found.activations < 2 << 30, found
+
+
+@pytest.mark.slow
+def test_windows_of_long_rows_make_no_mask(monkeypatch):
+    """Neither does the estimate: it would be 4 GiB. Where layers read masks, they count."""
+    more = {"num_hidden_layers": 2, "sliding_window": 64, "max_position_embeddings": 1 << 16}
+    model = zoo.make("mistral", **more).train()
+    monkeypatch.setattr(MaskCell, "real", lambda cell: pytest.fail("a mask was made"))
+    assert tunecompile.estimate(model, (1, 1 << 16)).activations < 2 << 30
+    model.config.output_hidden_states = True
+    counted = tunecompile.estimate(model, (2, 512)).activations
+    monkeypatch.setattr(dry_run, "mask_in", lambda *_: None)
+    assert counted - tunecompile.estimate(model, (2, 512)).activations == 2 * 512 * 512
 
 
 @pytest.mark.slow

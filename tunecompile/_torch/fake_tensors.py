@@ -36,6 +36,7 @@ __all__ = [
     "enable_python_dispatcher",
     "fake_mode_of",
     "free_unbacked_symbols",
+    "function_mode",
     "guards_at",
     "is_fake",
     "make_fx",
@@ -53,6 +54,9 @@ select_decomp_table = lookup("torch._inductor.decomposition.select_decomp_table"
 free_unbacked_symbols = lookup("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols", lambda value: {"unknown"})
 #: the innermost mode that sees every operation, None where there is none. Where torch does not tell, there may be one
 dispatch_mode = lookup("torch.utils._python_dispatch._get_current_dispatch_mode", lambda: True)
+
+#: returns the innermost mode that sees every function of torch, None where there is none. None: torch does not tell
+function_mode = lookup("torch.overrides._get_current_function_mode")
 
 
 def fake_mode_of(values: Any) -> FakeTensorMode | None:

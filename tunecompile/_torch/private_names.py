@@ -253,6 +253,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "kernels of templates start through torch's wrapper, which costs host time",
         "torch.utils._python_dispatch._get_current_dispatch_mode",
     ),
+    *group(
+        "masks of long rows are made, though layers do not read them",
+        "torch.overrides._get_current_function_mode",
+    ),
     # AOTAutograd and Inductor
     *group(
         "what a Triton kernel writes is analysed at every use, which makes compiling slower",

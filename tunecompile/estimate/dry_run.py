@@ -44,7 +44,8 @@ from tunecompile.runtime.region import Region
 from tunecompile.runtime.unpad.decision import refused_now
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.unpad import mask_in
+from tunecompile.runtime.unpad.given_masks import mask_in
+from tunecompile.runtime.unpad.pair_masks import PairMask, identity
 from tunecompile.runtime.variant import Variant
 
 UNBOUNDED = 1 << 60  #: bytes
@@ -80,8 +81,11 @@ class TraceOnlySlot:
         seen: dict[tuple, tuple[SurveyBackend, Any]],
     ):
         self.slot, self.planner, self.fakes, self.seen = slot, planner, fakes, seen
+        self.padding = slot.padding
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.padding is not None:
+            self.padding.begin_layers()
         args, kwargs, _ = self.slot.differentiable(args, kwargs)
         if (found := _as_documents(self.slot, args, kwargs)) is not None:
             flat, mask = found
@@ -90,6 +94,9 @@ class TraceOnlySlot:
                     return flat.leave(self._survey(*entered, flat=True), keep=False)
                 except NotTokenWise:
                     pass  # the layer runs on the batch as it comes
+        if (mask := mask_in(args, kwargs)) is not None:
+            self.planner.masks[identity(mask)] = mask.numel() * mask.element_size()
+            args, kwargs = tree_map_only(PairMask, lambda mask: _blank(mask, self.fakes), (args, kwargs))
         return self._survey(args, kwargs, flat=False)
 
     def _survey(self, args: tuple, kwargs: dict[str, Any], flat: bool) -> Any:

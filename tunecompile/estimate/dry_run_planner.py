@@ -110,6 +110,7 @@ class DryRunPlanner:
     tokens: int = 0  #: of the batch, as its first layer sees it
     admitted: AdmittedPlan | None = None
     attends: bool = False  #: whether any layer's attention is fused
+    masks: dict[Any, int] = field(default_factory=dict)  #: bytes of masks that layers read, by what shares memory
     notes: list[Note] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -190,7 +191,7 @@ class DryRunPlanner:
             candidates=self.candidates,
             rates=self.rates(),
             available=allowed - int(MARGIN * allowed),
-            resident=self.ledger.allocated() + moving,
+            resident=self.ledger.allocated() + moving + sum(self.masks.values()),
             tail=self.tail(tokens),
             host=self.host_bytes(),
             offload=self.offload is not None,

@@ -36,6 +36,7 @@ from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW
 from tunecompile.runtime.unpad.image_bounds import LONGEST_IMAGE, ImageBounds
+from tunecompile.runtime.unpad.pair_masks import not_recording, real_masks
 from tunecompile.runtime.unpad.unpad import Unpadding
 from tunecompile.runtime.unread_weights import are_unread, unread
 from tunecompile.runtime.variant import Variant, unchanged
@@ -84,13 +85,15 @@ class LayerSlot:
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         mode = self._mode()
+        if self.padding is not None:
+            self.padding.begin_layers()
         if mode is Mode.EAGER or self._refused():
             return call_original(self.layer, *args, **kwargs)
         if self.step.makes_cache:
             args, kwargs = without_cache(args, kwargs)
         found = self.padding.batch_of(self.layer, args, kwargs) if self.padding is not None else None
         if found is None:
-            return self._run_as(mode, args, kwargs)
+            return self._run_as(mode, *self._with_masks(args, kwargs))
         flat, mask = found
         keep = not in_backward() and not in_checkpoint()
         if (entered := flat.enter(args, kwargs, mask, keep)) is None:
@@ -111,7 +114,13 @@ class LayerSlot:
         if drops:
             raise NotTokenWise(reason)
         self.padding.refuse(reason, PACKED)
-        return self._run_as(mode, args, kwargs)
+        return self._run_as(mode, *self._with_masks(args, kwargs))
+
+    def _with_masks(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments with masks that were not made yet: Dynamo cannot trace what computes them."""
+        if self.padding is None or not self.padding.recorded:
+            return args, kwargs
+        return real_masks(args), real_masks(kwargs)
 
     def _run_as(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
         if mode is Mode.SCORE:
@@ -350,4 +359,5 @@ class NormSlot(LayerSlot):
         hidden = next((tensor for _, tensor in tensors_in(args, kwargs)), None) if trains else None
         if hidden is None or 4 * hidden.numel() < LARGE or self._refused():
             return call_original(self.layer, *args, **kwargs)
-        return self._gathered(self.compiled, args, kwargs)
+        with not_recording():  # a norm of embeddings comes before masks
+            return self._gathered(self.compiled, args, kwargs)

@@ -21,6 +21,7 @@ from tunecompile.ir.op import HALF
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.documents import read_mask, read_padding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.pair_masks import PairMask
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 
 PADDED, PACKED = "padding-kept", "packing-kept"  #: codes of notes
@@ -54,7 +55,7 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
     found = reading.documents
     if found is None:
         return UnpadDecision(reason=note("row-interrupted" if reading.interrupted else "masks-not-understood"))
-    if reading.full and not mask.is_floating_point():
+    if reading.full and not mask.is_floating_point() and not isinstance(mask, PairMask):
         return AS_IT_COMES  # attention knows that it is causal, or reads the mask; written out it would be all scores
     if found.count == found.real.numel():
         reason = watch.reason()

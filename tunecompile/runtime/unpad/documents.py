@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tunecompile._torch.cuda import start_copy_to_host
+from tunecompile.runtime.unpad.pair_masks import blocks, diagonal
 
 IGNORED = -100
 BOTH_WAYS = -1  #: in place of a window: attention that is not causal, to all tokens of the document
@@ -103,15 +104,13 @@ def begin_reading(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -
         windows: to try, the first that fits is taken; 0 for none.
         labels: int [B, T] of a loss that may shift them by one, or None.
     """
-    added = mask[:, 0] if mask.is_floating_point() else None
-    seen = mask[:, 0] if added is None else added == 0
-    real, before = seen.diagonal(dim1=1, dim2=2), F.pad(seen.diagonal(-1, dim1=1, dim2=2), (1, 0))
+    real, before = _seen(diagonal(mask, 0)), F.pad(_seen(diagonal(mask, -1)), (1, 0))
     follows = real & before & F.pad(real[:, :-1], (1, 0))
     starts = real & ~follows
     place = torch.arange(real.shape[1], device=mask.device)
     begin = torch.where(starts, place, 0).cummax(1).values
     longest = ((place - begin + 1) * real).amax()
-    wrong = [_differs(seen, real, *_seen_from(real, starts, begin, place, window)) for window in windows]
+    weighs, *wrong = _compare(mask, real, [_seen_from(real, starts, begin, place, window) for window in windows])
     found = torch.stack(
         [
             real.sum(),
@@ -119,7 +118,7 @@ def begin_reading(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -
             longest,
             _runs(real),
             _read_at_padding(real, labels),
-            _weighs(added, longest),
+            weighs.long(),
             *(each.long() for each in wrong),
         ]
     )
@@ -151,21 +150,32 @@ def _seen_from(real: Tensor, starts: Tensor, begin: Tensor, place: Tensor, windo
     return begin, torch.where(is_last, place, len(place)).flip(1).cummin(1).values.flip(1)
 
 
-def _differs(seen: Tensor, real: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """Whether a real token sees anything but the tokens from `first` to `last`."""
-    rows, place = max(1, AT_ONCE // max(seen[0].numel(), 1)), torch.arange(seen.shape[-1], device=seen.device)
-    found = torch.zeros((), dtype=torch.bool, device=seen.device)
-    for some, tokens, lowest, highest in zip(*(each.split(rows) for each in (seen, real, first, last))):
-        expected = (place >= lowest[..., None]) & (place <= highest[..., None])
-        found = found | ((some ^ expected) & tokens[..., None]).any()
+def _seen(pairs: Tensor) -> Tensor:
+    """Whether a query sees a key; pairs: of bools, or added to scores."""
+    return pairs == 0 if pairs.is_floating_point() else pairs
+
+
+def _compare(mask: Tensor, real: Tensor, expected: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Whether what is added to scores is neither nothing nor all there is: a bias. Then for each (first, last) whether
+    a real token sees anything but the tokens from `first` to `last`.
+    """
+    place = torch.arange(mask.shape[-1], device=mask.device)
+    found = [torch.zeros((), dtype=torch.bool, device=mask.device)] * (1 + len(expected))
+    for rows, queries, pairs in blocks(mask, AT_ONCE):
+        seen, tokens = _seen(pairs), real[rows, queries, None]
+        differ = []
+        for first, last in expected:
+            inside = (place >= first[rows, queries, None]) & (place <= last[rows, queries, None])
+            differ.append(((seen ^ inside) & tokens).any())
+        found = [before | now for before, now in zip(found, (_weighs(pairs), *differ))]
     return found
 
 
-def _weighs(added: Tensor | None, like: Tensor) -> Tensor:
-    """Whether what is added to scores is neither nothing nor all there is: a bias."""
-    if added is None:
-        return torch.zeros_like(like)
-    return ((added != 0) & ~(added <= torch.finfo(added.dtype).min)).any().long()
+def _weighs(pairs: Tensor) -> Tensor:
+    """Whether what is added to scores is neither nothing nor all there is."""
+    if not pairs.is_floating_point():
+        return pairs.new_zeros((), dtype=torch.bool)
+    return ((pairs != 0) & ~(pairs <= torch.finfo(pairs.dtype).min)).any()
 
 
 def _runs(real: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ the model made, whatever function made it (`documents`), and only where its grap
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.autograd import in_backward, in_checkpoint, others_trace
-from tunecompile._torch.fake_tensors import StorageWeakRef
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.token_wise import NotTokenWise
 from tunecompile.integrations.kernel_functions import knows_documents
@@ -30,6 +30,8 @@ from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
 from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.given_masks import is_given, mask_in, padding_in
+from tunecompile.runtime.unpad.pair_masks import MaskRecorder, compiled_parts, identity, recorder_for, version
 from tunecompile.runtime.unpad.presume import Presumed, Presumptions
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class OwnerCall:
     whole: bool = False  #: whether rows without padding came as documents, since their attention is written out
     decided: bool = False  #: whether a layer was given a mask that could be read
     presumed: list[Presumed] = field(default_factory=list)  #: masks that were not waited for
+    recorder: MaskRecorder | None = None  #: while its masks are made, and are large
     by_rows: FlatBatch | None = None  #: what a mask [B, T] of a layer that has no other said
 
 
@@ -107,7 +110,10 @@ class Unpadding:
         self.flattened = self.packed = self.whole = 0
         self.parameters = tuple(inspect.signature(owner.forward).parameters.values())
         self.refused: Note | None = None  #: why no batch is flattened from now on
-        self.masks: dict[StorageWeakRef, MaskDecision] = {}  #: a checkpoint repeats a layer when the call is long over
+        self.masks: dict[
+            Any, MaskDecision
+        ] = {}  #: by identity; a checkpoint repeats a layer when the call is long over
+        self.recorded = False  #: whether masks of any call were recorded in place of being made
         self.running: OwnerCall | None = None
         self.last: LastCall | None = None  #: that left out hidden states at padding
         self.flat = False  #: whether the last call left out hidden states at padding
@@ -149,7 +155,8 @@ class Unpadding:
         before, self.running, self.flat, self.last = self.running, call, False, None
         self.masks = {mask: known for mask, known in self.masks.items() if not mask.expired()}
         try:
-            output = call_original(self.owner, *args, **kwargs)
+            with self._recording(call):
+                output = call_original(self.owner, *args, **kwargs)
         except NotTokenWise as found:  # from the compiler, before anything of this layer ran
             self.refuse(found.reason, PACKED if call.packs and not call.drops else PADDED)
             return self._run(OwnerCall(call.given), args, kwargs)
@@ -171,6 +178,26 @@ class Unpadding:
         call.given = {}  # what was decided of its masks lives on
         return output
 
+    @contextlib.contextmanager
+    def _recording(self, call: OwnerCall) -> Iterator[None]:
+        """Until the first layer runs, masks of long rows are recorded: layers of documents do not read them."""
+        if call.refused is None and self._why_others_read_padding() is None and not compiled_parts(self.owner):
+            call.recorder = recorder_for(call.given.values())
+        if call.recorder is None:
+            yield
+            return
+        call.recorder.begin()
+        try:
+            yield
+        finally:
+            call.recorder.end()
+
+    def begin_layers(self) -> None:
+        """A layer is about to run."""
+        if self.running is not None and self.running.recorder is not None:
+            self.running.recorder.end()
+            self.recorded |= self.running.recorder.records > 0
+
     def batch_of(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[FlatBatch, Tensor | None] | None:
         """The batch of a layer's call without its padding, and the mask that says so, if it is of all pairs of tokens.
 
@@ -180,7 +207,7 @@ class Unpadding:
             NotTokenWise: layers before this one have left out what stands at padding, and it has no mask.
         """
         mask = mask_in(args, kwargs)
-        if mask is None and (rows := _padding_in(args, kwargs)) is not None and knows_documents(layer):
+        if mask is None and (rows := padding_in(args, kwargs)) is not None and knows_documents(layer):
             decision = self._known(rows) if in_backward() else self._decided(layer, rows)
             return None if decision.flat is None else (decision.flat, None)
         if mask is None and self._follows_rows(layer):
@@ -205,18 +232,18 @@ class Unpadding:
 
     def _known(self, mask: Tensor) -> UnpadDecision:
         """For a checkpoint's repetition: what was decided when the layer ran first."""
-        known = self.masks.get(StorageWeakRef(mask.untyped_storage()))
+        known = self.masks.get(identity(mask))
         return AS_IT_COMES if known is None else known.decision
 
     def _decided(self, layer: nn.Module, mask: Tensor) -> UnpadDecision:
         call = self.running
         if call is None or call.refused is not None:
             return AS_IT_COMES
-        place = StorageWeakRef(mask.untyped_storage())
+        place = identity(mask)
         known = self.masks.get(place)
-        if known is not None and known.call is call and known.version == mask._version:
+        if known is not None and known.call is call and known.version == version(mask):
             return known.decision
-        if in_checkpoint() and _is_given(mask, call.given):  # it may come again, in a call of other labels
+        if in_checkpoint() and is_given(mask, call.given):  # it may come again, in a call of other labels
             return AS_IT_COMES
         call.decided = True
         waits = self.gathered or mask.dim() == 2
@@ -232,7 +259,7 @@ class Unpadding:
             decision = UnpadDecision(call.by_rows)
         if mask.dim() == 2:
             call.by_rows = decision.flat
-        self.masks[place] = MaskDecision(call, mask._version, decision)
+        self.masks[place] = MaskDecision(call, version(mask), decision)
         if decision.flat is not None:
             call.drops |= decision.flat.drops
             call.packs |= not decision.flat.drops and not decision.flat.whole
@@ -322,34 +349,6 @@ def _hidden_of(output: Any) -> Tensor | None:
     """The last hidden states of a model's output."""
     found = getattr(output, "last_hidden_state", output[0] if isinstance(output, (tuple, list)) and output else output)
     return found if isinstance(found, Tensor) else None
-
-
-def mask_in(args: tuple, kwargs: dict) -> Tensor | None:
-    """The only argument that is a mask of all pairs of tokens."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if not tensors or tensors[0].dim() != 3:
-        return None
-    rows, length = tensors[0].shape[:2]
-    masks = [x for x in tensors if _may_mask(x) and tuple(x.shape) == (rows, 1, length, length)]
-    return masks[0] if len(masks) == 1 else None
-
-
-def _padding_in(args: tuple, kwargs: dict) -> Tensor | None:
-    """The argument that says which tokens are real, where transformers hands on the caller's mask."""
-    hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    mask = kwargs.get("attention_mask")
-    if hidden is None or hidden.dim() != 3 or not isinstance(mask, Tensor) or mask.is_floating_point():
-        return None
-    return mask if mask.shape == hidden.shape[:2] else None
-
-
-def _may_mask(x: Tensor) -> bool:
-    return x.dtype is torch.bool or (x.is_floating_point() and not x.requires_grad)
-
-
-def _is_given(mask: Tensor, given: dict[str, Any]) -> bool:
-    storage = mask.untyped_storage().data_ptr()
-    return any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == storage for x in given.values())
 
 
 def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:

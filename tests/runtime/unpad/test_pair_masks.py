@@ -1,0 +1,261 @@
+"""Masks of long rows are recorded as what they are computed of, and computed where somebody reads them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tunecompile
+from tests.support import zoo
+from tests.support.batches import packed, padded
+from tests.support.compare import assert_same_flattened, assert_same_step
+from tests.support.models.pairs import pair
+from tests.support.reports import flattened, told_apart
+from tunecompile.runtime.unpad import documents, pair_masks
+from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_mask
+from tunecompile.runtime.unpad.pair_masks import MaskCell, MaskRecorder, PairMask, blocks, diagonal, identity
+
+masking = pytest.importorskip("transformers.masking_utils")
+pytestmark = pytest.mark.filterwarnings("ignore")
+B, T = 3, 20
+PADDING = torch.arange(T) < torch.tensor([[T], [7], [4]])
+PACKED = torch.tensor([[0] * 8 + [1] * 12, [0] * 20, [0] * 3 + [1] * 7 + [2] * 10])
+LEAST = torch.finfo(torch.float32).min
+KINDS = {
+    "causal": masking.causal_mask_function,
+    "window": masking.sliding_window_causal_mask_function(4),
+    "both ways": masking.bidirectional_mask_function,
+    "around": masking.sliding_window_bidirectional_mask_function(3),
+    "packed": masking.and_masks(masking.causal_mask_function, masking.packed_sequence_mask_function(PACKED)),
+    "chunked": masking.chunked_causal_mask_function(5, torch.tensor([0, 2, 1])),
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Every mask counts as large, and is read in many blocks."""
+    monkeypatch.setattr(pair_masks, "LONG", 1)
+    monkeypatch.setattr(pair_masks, "BLOCK", 2 * T)
+
+
+def made(make, least: int = T * T):
+    """What `make` returns while masks are recorded."""
+    recorder = MaskRecorder(least)
+    recorder.begin()
+    try:
+        return make()
+    finally:
+        recorder.end()
+
+
+def of_transformers(kind: str, added: bool, padding: torch.Tensor | None):
+    function = masking.eager_mask if added else masking.sdpa_mask
+    more = {"dtype": torch.bfloat16} if added else {"allow_is_causal_skip": False}
+    return lambda: function(
+        batch_size=B, q_length=T, kv_length=T, mask_function=KINDS[kind], attention_mask=padding, **more
+    )
+
+
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
+@pytest.mark.parametrize("added", [False, True], ids=["bools", "added"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_of_transformers(kind, added, padding, small):
+    """They say what they would have said, whole, along diagonals and in blocks."""
+    make = of_transformers(kind, added, padding)
+    mask, real = made(make), make()
+    if kind == "both ways" and padding is None:  # made of one comparison of a column
+        return
+    assert isinstance(mask, PairMask) and (mask.shape, mask.dtype) == (real.shape, real.dtype)
+    for offset in (0, -1):
+        assert torch.equal(diagonal(mask, offset), diagonal(real, offset))
+    count = 0
+    for rows, queries, values in blocks(mask, 1 << 20):
+        assert torch.equal(values, real[rows, 0, queries]) and values.numel() <= 2 * T
+        count += values.numel()
+    assert count == real.numel()
+    for windows in ((4, 0), (0,), (BOTH_WAYS,)):
+        ours, theirs = (read_mask(each, windows, None) for each in (mask, real))
+        assert ours.interrupted == theirs.interrupted and (ours.documents is None) == (theirs.documents is None)
+        if ours.documents is not None:
+            assert all(torch.equal(*pair) for pair in zip(*map(_tensors, (ours.documents, theirs.documents))))
+            assert _numbers(ours.documents) == _numbers(theirs.documents)
+    assert mask.cell.made is None
+    assert torch.equal(mask, real) and torch.equal(mask.cell.real(), real)
+
+
+def _tensors(found):
+    return found.real, found.starts
+
+
+def _numbers(found):
+    return found.count, found.documents, found.longest, found.window
+
+
+READERS = {
+    "sum": lambda mask: mask.sum(),
+    "slice": lambda mask: mask[:, :, 3:, :5],
+    "where": lambda mask: torch.where(mask, 1, 2.5),
+    "where alone": lambda mask: torch.where(mask)[3],
+    "number": lambda mask: mask * 1,
+    "flag": lambda mask: mask & True,
+    "not": lambda mask: (~mask).float(),
+    "filled": lambda mask: torch.zeros(B, 1, T, T).masked_fill(~mask, -1.0),
+    "subtracted": lambda mask: (1.0 - mask.float()) * -5.0,
+    "written": lambda mask: mask.logical_not_(),
+    "one query": lambda mask: mask.index_fill(2, torch.tensor([1]), True),
+    "list": lambda mask: torch.tensor(mask.tolist()),
+    "numpy": lambda mask: torch.from_numpy(mask.numpy()),
+    "copy": copy.deepcopy,
+    "pickle": lambda mask: pickle.loads(pickle.dumps(mask)),
+    "detached": lambda mask: mask.detach().any(-1),
+    "out": lambda mask: torch.logical_not(mask, out=torch.empty(B, 1, T, T, dtype=torch.bool)),
+    "wider": lambda mask: mask[:1].expand(5, -1, T, T),
+    "attention": lambda mask: nn.functional.scaled_dot_product_attention(
+        *(torch.ones(B, 2, T, 4),) * 2, torch.arange(B * 2 * T * 4.0).view(B, 2, T, 4), attn_mask=mask
+    ),
+    "memory": lambda mask: torch.tensor(
+        mask.data_ptr() == mask.cell.real().data_ptr() if hasattr(mask, "cell") else True
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_reads_a_mask_gets_its_values(reader, small):
+    make = of_transformers("window", False, PADDING)
+    ours, theirs = READERS[reader](made(make)), READERS[reader](make())
+    assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+def test_a_mask_is_what_it_was_when_it_was_made(small):
+    """Whatever is written afterwards, into what it was made of or into it."""
+    row, column, seen = torch.arange(T), torch.arange(T)[:, None], PADDING[:, None, None, :].clone()
+    earlier = made(lambda: (row <= column)[None, None])  # another shape: computed at once
+    mask, alias, later = made(lambda: _three(row[None, None, None], column[None, None], seen))
+    exact = (earlier & seen).clone()
+    for each in (row, column, seen):
+        each.zero_()
+    assert not torch.is_tensor(mask.cell.made) and torch.equal(diagonal(mask, 0), exact[:, 0].diagonal(0, 1, 2))
+    mask[:, :, 0] = True
+    assert torch.equal(later, ~exact) and torch.equal(alias, mask) and mask[:, :, 0].all()
+    assert not torch.equal(mask, exact) and identity(alias) == identity(mask) != identity(later)
+    exact[:, :, 0] = True
+    assert torch.equal(torch.cat([values for *_, values in blocks(mask, T)]), exact[:, 0].reshape(-1, 1, T))
+
+
+def _three(row, column, seen):
+    mask = (row <= column) & seen
+    return mask, mask.expand(-1, 1, -1, T), ~mask
+
+
+def test_other_comparisons_are_computed(small):
+    """Of numbers, of large tensors, of few pairs, of what needs gradients, and once layers run."""
+    row = torch.arange(T)
+    for make in (
+        lambda: row <= 3,
+        lambda: torch.ones(T, T) <= torch.zeros(T, T),
+        lambda: row[:6] <= row[:6, None],
+        lambda: torch.le(row, row[:, None], out=torch.empty(T, T, dtype=torch.bool)),
+    ):
+        assert type(made(make)) is torch.Tensor
+    with pytest.raises(RuntimeError):
+        made(lambda: torch.arange(20) <= torch.arange(21)[:, None].expand(21, 5))
+    recorder = MaskRecorder(1)
+    recorder.begin()
+    with torch.device("cpu"):  # a mode of another package, which ends later
+        recorder.end()
+        assert type(row <= row[:, None]) is torch.Tensor
+    recorder.end()
+    assert torch.overrides._get_current_function_mode() is None
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that is made inside."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if type(tensor) is torch.Tensor:
+                self.found = max(self.found, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+@pytest.fixture
+def largest(monkeypatch):
+    """While masks are made and read. (Layers run eagerly in such a mode.)"""
+    mode = Largest()
+    begin, end, read = MaskRecorder.begin, MaskRecorder.end, documents.begin_reading
+
+    def begins(recorder):
+        begin(recorder)
+        mode.__enter__()
+
+    def ends(recorder):
+        if not recorder.ended:
+            mode.__exit__(None, None, None)
+        end(recorder)
+
+    def reads(*args):
+        with mode:
+            return read(*args)
+
+    monkeypatch.setattr(MaskRecorder, "begin", begins)
+    monkeypatch.setattr(MaskRecorder, "end", ends)
+    monkeypatch.setattr(documents, "begin_reading", reads)
+    monkeypatch.setattr(pair_masks, "LONG", 1)
+    monkeypatch.setattr(pair_masks, "BLOCK", 1 << 14)
+    return mode
+
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    "family, more",
+    [
+        ("mistral", {"sliding_window": 6, "num_hidden_layers": 2}),
+        pytest.param("mistral", {"attn_implementation": "eager", "num_hidden_layers": 2}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", WINDOWS, marks=pytest.mark.slow),
+        pytest.param("gemma2", {**WINDOWS, "attn_implementation": "eager"}, marks=pytest.mark.slow),
+        pytest.param("gemma3", WINDOWS, marks=pytest.mark.slow),
+        pytest.param("qwen2", {**WINDOWS, "use_sliding_window": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_no_mask_of_all_pairs_is_made(family, more, largest, monkeypatch):
+    """Of padded, packed and whole rows of a model with windows, or with attention that is written out."""
+    length = 256
+    monkeypatch.setattr(MaskCell, "real", lambda cell: pytest.fail("a mask was made"))
+    model, reference = pair(lambda: zoo.make(family, use_cache=False, **more))
+    for inputs in (zoo.batch(256, 1, length), padded(3, length, seed=1), packed((100, length - 100))):
+        assert_same_flattened(model, reference, inputs)
+        assert 0 < largest.found < length * length
+    assert flattened(model) == 1 and not tunecompile.report(model).regions[0].recompiles
+    assert told_apart(model) == (family != "gpt_oss") and all(each.recorded for each in model._tunecompile.paddings)
+
+
+@pytest.mark.slow
+def test_replaced_mask_functions_and_hooks_are_obeyed(small, monkeypatch):
+    """A bias that a function of the user's adds is no mask of documents: all who read it, layers among them, get it."""
+    from transformers.models.mistral import modeling_mistral
+
+    def biased(config, inputs_embeds, attention_mask, **kwargs):
+        place = torch.arange(inputs_embeds.shape[1])
+        seen = place[None, None, None] <= place[None, None, :, None]
+        return torch.where(seen, 0.0, LEAST) - 0.5 * (place[None, None, None] < place[None, None, :, None] - 3).float()
+
+    monkeypatch.setattr(modeling_mistral, "create_causal_mask", biased)
+    options = {"attn_implementation": "eager", "num_hidden_layers": 2, "sliding_window": None, "use_cache": False}
+    model, reference = pair(lambda: zoo.make("mistral", **options))
+    seen = []
+    for each in (model, reference):
+        each.model.layers[0].register_forward_pre_hook(
+            lambda layer, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    assert_same_step(model, reference, zoo.batch(256, 1, 24))
+    ours, theirs = seen
+    assert type(ours) is torch.Tensor and torch.equal(ours, theirs) and not flattened(model)
+    assert model._tunecompile.paddings[0].recorded
