@@ -47,8 +47,7 @@ def choose(op: Op, values: list, context: Context) -> Provider:
         values: its arguments: fake tensors and constants.
         context: gets a note of each template that is not used.
     """
-    prefer(op, values, _is_right)
-    provider = op.choose(values, context.precision)
+    provider = prefer(op, values, _is_right) or op.choose(values, context.precision)
     devices = [leaf.device for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     while provider.name in BY_TEMPLATE and devices and not pretending():
         find = known_fault if is_tested(devices[0]) else fault_of

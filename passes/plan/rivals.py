@@ -26,8 +26,7 @@ __all__ = ["prefer", "time_on_gpu"]
 
 KIND, REPEATS = "rival", 5
 MARGIN = 0.95  #: of our time that another's may take: choices shall not change by noise
-DISTRIBUTIONS = {"fla": "flash-linear-attention", "mamba_ssm": "mamba-ssm"}
-_measured: set[tuple[str, Any]] = set()
+_found: dict[tuple[str, torch.device, str], Provider | None] = {}
 
 
 def prefer(
@@ -35,8 +34,10 @@ def prefer(
     values: Sequence[Any],
     is_right: Callable[[Op, Provider, torch.device], bool],
     time: Callable[[Provider, list], float] | None = None,
-) -> None:
-    """Put another package's provider in front of ours for the rest of the process, where it is right and faster.
+) -> Provider | None:
+    """Return another package's provider for a call, where it is right and faster than ours; None otherwise.
+
+    Providers that are wrong are no longer the op's.
 
     Args:
         op: the op.
@@ -44,33 +45,39 @@ def prefer(
         is_right: whether a provider passed its trial on a device.
         time: measures milliseconds of (provider, arguments); None for `time_on_gpu`.
     """
-    others = [provider for provider in op.providers if provider.name in PACKAGES and provider.supports(*values)]
-    if not others or pretending():
-        return
-    ours = next((p for p in op.providers if p.name not in PACKAGES and p.supports(*values)), None)
+    if pretending() or not any(provider.name in PACKAGES for provider in op.providers):
+        return None
     device = next(x.device for x in pytree.tree_leaves(list(values)) if isinstance(x, torch.Tensor))
-    sizes = pytree.tree_map(
-        lambda x: [size_hint(n) for n in x.shape] if isinstance(x, torch.Tensor) else x, list(values)
-    )
-    key = (op.name, device)
-    if key in _measured:
-        return
-    _measured.add(key)
-    for other in others:
+    sizes = repr(pytree.tree_map(_size, list(values)))
+    key = (op.name, device, sizes)
+    if key not in _found:
+        _found[key] = _fastest(op, values, sizes, device, is_right, time or time_on_gpu)
+    return _found[key]
+
+
+def _fastest(
+    op: Op, values: Sequence[Any], sizes: str, device: torch.device, is_right: Callable, time: Callable
+) -> Provider | None:
+    able = [provider for provider in op.providers if provider.supports(*values)]
+    ours = next((provider for provider in able if provider.name not in PACKAGES), None)
+    for other in [provider for provider in able if provider.name in PACKAGES]:
         if not is_right(op, other, device):
             op.providers.remove(other)
-        elif ours is not None and _faster(op, other, ours, values, sizes, device, time or time_on_gpu):
-            op.providers.remove(other)
-            op.providers.insert(0, other)
+        elif ours is not None and _faster(op, other, ours, values, sizes, device, time):
+            return other
+    return None
+
+
+def _size(value: Any) -> Any:
+    """Dtype and sizes of a tensor; another value as it is."""
+    return (value.dtype, *map(size_hint, value.shape)) if isinstance(value, torch.Tensor) else value
 
 
 def _faster(
-    op: Op, other: Provider, ours: Provider, values: Sequence[Any], sizes: list, device: torch.device, time
+    op: Op, other: Provider, ours: Provider, values: Sequence[Any], sizes: str, device: torch.device, time: Callable
 ) -> bool:
-    about = {"op": op.name, "provider": other.name, "version": str(installed(DISTRIBUTIONS[other.name]))}
-    about |= {"sizes": repr(sizes), "source": source_hash()} | (
-        tuning_cache.machine(device) if device.type == "cuda" else {}
-    )
+    about = {"op": op.name, "provider": other.name, "version": str(installed(PACKAGES[other.name]))}
+    about |= {"sizes": sizes, "source": source_hash()} | (tuning_cache.machine(device) if device.type == "cuda" else {})
     found = tuning_cache.read(KIND, about, _sound)
     if found is None:
         try:

@@ -69,6 +69,15 @@ def test_a_card_in_place_of_a_larger_one(h100, monkeypatch):
     assert len(h100) == 1  # a smaller limit stays
 
 
+def test_faults_of_compilers_are_those_of_the_gpu_that_runs(h100, monkeypatch):
+    """An H100 that behaves as a card for which the compiler fails, one that is only planned for, and no GPU."""
+    monkeypatch.setenv(card.VARIABLE, "b200")
+    assert card.capability(GPU) == (10, 0) and card.compiled_for(GPU) == (9, 0)
+    with card.acting_as("a100-80"):
+        assert card.compiled_for(GPU) == card.capability(GPU) == (8, 0)
+    assert card.compiled_for(torch.device("cpu")) is None is card.capability(torch.device("cpu"))
+
+
 def test_a_smaller_gpu_keeps_its_memory(h100, monkeypatch):
     monkeypatch.setenv(card.VARIABLE, "b200")
     card.hold_to_memory(GPU, 1 << 30)

@@ -82,7 +82,7 @@ def test_who_refuses(stand_ins, monkeypatch):
         patch.setattr(packages, "_is_there", lambda package: False)
         assert refuses(*args).code == "package-not-installed"
     monkeypatch.setattr(packages, "refuse_gpu", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(packages, "compiled_for", lambda device: (9, 0))
     monkeypatch.setattr(known_bugs, "installed", lambda package: known_bugs.TorchVersion("3.6.0"))
     assert refuses(*args).code == "compiler-fails"
     monkeypatch.setattr(known_bugs, "installed", lambda package: known_bugs.TorchVersion("3.7.1"))
@@ -92,18 +92,24 @@ def test_who_refuses(stand_ins, monkeypatch):
     assert refuses(*args[:6], None, 0.3, 1e-5).code == "arguments-not-supported"
 
 
-@pytest.mark.parametrize(
-    ("right", "theirs", "first"), [(True, 1.0, "fla"), (True, 2.0, "triton"), (False, 1.0, "triton")]
-)
-def test_the_faster_one_that_is_right(right, theirs, first, stand_ins, monkeypatch):
+@pytest.mark.parametrize(("right", "theirs", "chosen"), [(True, 1.0, "fla"), (True, 2.0, None), (False, 1.0, None)])
+def test_the_faster_one_that_is_right(right, theirs, chosen, stand_ins, monkeypatch):
     takes_all = [dataclasses.replace(provider, refuses=lambda *_: None) for provider in gated_delta_rule.providers]
     monkeypatch.setattr(gated_delta_rule, "providers", takes_all)
-    monkeypatch.setattr(rivals, "_measured", set())
+    monkeypatch.setattr(rivals, "_found", {})
     monkeypatch.setattr(rivals.tuning_cache, "read", lambda *_: None)
     monkeypatch.setattr(rivals.tuning_cache, "keep", lambda kind, key, value, sound: value)
-    times = {"fla": theirs, "triton": 1.5}
-    rivals.prefer(
-        gated_delta_rule, call_of(gated_delta_rule), lambda *_: right, lambda provider, args: times[provider.name]
-    )
-    assert gated_delta_rule.providers[0].name == first
-    assert (len(gated_delta_rule.providers) == 2) == right
+    times, timed = {"fla": theirs, "triton": 1.5}, []
+
+    def time(provider, args):
+        timed.append(args[0].shape[1])
+        return times[provider.name] if args[0].shape[1] == 9 else 1.0
+
+    call = call_of(gated_delta_rule)
+    for _ in range(2):  # the second finds what the first measured
+        found = rivals.prefer(gated_delta_rule, call, lambda *_: right, time)
+        assert (found and found.name) == chosen
+    assert timed == [9, 9] * right and (len(gated_delta_rule.providers) == 2) == right
+    longer = [torch.cat([x, x], 1) for x in call[:5]] + call[5:]
+    assert rivals.prefer(gated_delta_rule, longer, lambda *_: right, time) is None  # other sizes, another choice
+    assert timed == [9, 9, 18, 18] * right

@@ -26,6 +26,7 @@ __all__ = [
     "Card",
     "acting_as",
     "capability",
+    "compiled_for",
     "emulated",
     "has_bfloat16",
     "hold_to_memory",
@@ -106,13 +107,20 @@ def _stand_in() -> Card | None:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of a device; None without a GPU."""
+    """The compute capability that choices are made for; None without a GPU."""
+    found, card = compiled_for(device), _stand_in()
+    return found if found is None or card is None else card.capability
+
+
+def compiled_for(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability that kernels are compiled for, by which faults of compilers are asked.
+
+    It is that of the GPU that runs, also where it behaves as another card; inside `acting_as`, where nothing runs, that
+    of the card; None without a GPU.
+    """
     if (acting := _acting.get()) is not None:
         return acting.capability
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    card = _stand_in()
-    return torch.cuda.get_device_capability(device) if card is None else card.capability
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 def shown_on(device: torch.device) -> str:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch import known_bugs
+from tunecompile._torch.card import compiled_for
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, Op, op, refuse_gpu
-from tunecompile.ir.pretend_gpu import pretending
 from tunecompile.notes import Note, note
 from tunecompile.ops import channel_delta_rule, gated_delta_rule, selective_scan
 
@@ -32,6 +32,7 @@ class Rival:
     """A function of another package that computes an op. Initial states and documents stay with ours."""
 
     package: str  #: as it is imported
+    distribution: str  #: as it is installed
     module: str  #: where the function is
     function: str
     call: Callable[..., Sequence[Tensor]]  #: (function, the op's tensors, its numbers) -> what the op returns
@@ -47,7 +48,7 @@ class Rival:
             return reason
         if initial is not None or offsets is not None:
             return note("state-or-documents")
-        hopper = not pretending() and torch.cuda.get_device_capability(x.device)[0] == 9
+        hopper = (compiled_for(x.device) or (0, 0))[0] == 9
         if self.package == "fla" and hopper and known_bugs.FLA_ON_HOPPER.present:
             return note("compiler-fails", detail=str(known_bugs.FLA_ON_HOPPER))
         return None
@@ -76,11 +77,15 @@ def _scan(function: Callable, tensors: Sequence[Tensor], numbers: Sequence[float
 
 #: op -> the function. (mamba_ssm's scan of Mamba-2 makes decays of dt itself, and cannot be given those of the op.)
 RIVALS: dict[str, Rival] = {
-    "gated_delta_rule": Rival("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _delta),
-    "channel_delta_rule": Rival("fla", "fla.ops.kda", "chunk_kda", _delta),
-    "selective_scan": Rival("mamba_ssm", "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", _scan),
+    "gated_delta_rule": Rival(
+        "fla", "flash-linear-attention", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _delta
+    ),
+    "channel_delta_rule": Rival("fla", "flash-linear-attention", "fla.ops.kda", "chunk_kda", _delta),
+    "selective_scan": Rival(
+        "mamba_ssm", "mamba-ssm", "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", _scan
+    ),
 }
-PACKAGES = tuple(dict.fromkeys(rival.package for rival in RIVALS.values()))  #: names of these providers
+PACKAGES = {rival.package: rival.distribution for rival in RIVALS.values()}  #: names of these providers
 _OPS = {each.name: each for each in (channel_delta_rule, gated_delta_rule, selective_scan)}
 FLA_EPS = 1e-6
 

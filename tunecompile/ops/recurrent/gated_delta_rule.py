@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch import known_bugs
-from tunecompile._torch.card import AMPERE, capability, older_than
+from tunecompile._torch.card import AMPERE, compiled_for, older_than
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
 from tunecompile.notes import Note, note
@@ -184,7 +184,7 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> Note | No
         return note("not-bfloat16", detail=str(q.dtype).removeprefix("torch."))
     if older_than(q.device, AMPERE):
         return note("gpu-before-ampere")
-    if (capability(q.device) or (0, 0))[0] == 10 and (fault := known_bugs.DELTA_RULE_ON_SM_100).present:
+    if (compiled_for(q.device) or (0, 0))[0] == 10 and (fault := known_bugs.DELTA_RULE_ON_SM_100).present:
         return note("compiler-fails", detail=str(fault))
     if reason := refuse_spills(q):
         return reason
