@@ -44,14 +44,14 @@ def launch(kernel: Any, grid: Grid, *args: Any, fuse_products: bool = True, **co
         grid: numbers of programs, or a function of the constexprs that returns them.
         args: tensors and integers. A float goes among the constexprs: Inductor would pass it as fp64.
         fuse_products: whether the compiler may fuse products into sums where it likes. Which ones it does depends on
-            what else a kernel computes. Inductor takes no such option, so traced launches leave it at the default.
+            what else a kernel computes. It is always said, as Triton's default changes (triton#11270). Inductor takes
+            no such option: `tunecompile._torch.inductor` says for traced launches that it may.
         constexprs: by name, ``num_warps`` and ``num_stages`` among them.
     """
     if is_tracing(args):
         torch.library.wrap_triton(kernel)[grid](*args, **constexprs)
         return
-    if not fuse_products:
-        constexprs["enable_fp_fusion"] = False
+    constexprs["enable_fp_fusion"] = fuse_products
     first = next(a for a in args if isinstance(a, torch.Tensor))
     if first.is_cuda:  # triton launches on the current device, which need not be the tensors'
         with torch.cuda.device(first.device):

@@ -7,7 +7,7 @@ import getpass
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,10 @@ _heuristics: Any = lookup(_HEURISTICS) if exist(_HEURISTICS, f"{_HEURISTICS}.ben
 _CODE = "torch._inductor.output_code.CompiledFxGraph"
 _compiled_graph = lookup(_CODE)
 _CAN_WRAP = exist(_CODE, f"{_CODE}.current_callable", f"{_CODE}.mutated_input_idxs")
+
+
+_WRAPPER_CODE = "torch._inductor.codegen.wrapper.PythonWrapperCodegen"
+_META = "triton_meta={"  #: how the options of a kernel begin in generated code
 
 
 def _default_cache_dir() -> str:
@@ -151,6 +155,40 @@ def _inductor_settings(
     return {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, **known}
 
 
+@contextlib.contextmanager
+def _templates_fuse_products() -> Iterator[None]:
+    """Inside, code that is generated for templates says that products may be fused into sums, as Inductor's own does.
+
+    torch says nothing for launches of other kernels, and Triton changes its default (triton#11270). The method is
+    replaced for the process: call it inside a compilation, where Dynamo's lock keeps others out.
+    """
+    code_of: Any = lookup(_WRAPPER_CODE)
+    if not exist("define_user_defined_triton_kernel", "define_kernel", under=_WRAPPER_CODE):
+        yield
+        return
+    define = code_of.define_user_defined_triton_kernel
+
+    def define_with_fusion(code: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if not str(getattr(getattr(kernel, "fn", None), "__module__", "")).startswith("tunecompile."):
+            return define(code, kernel, *args, **kwargs)
+        plain = code.define_kernel
+
+        def define_kernel(name: str, body: str, *rest: Any, **more: Any) -> Any:
+            return plain(name, body.replace(_META, f"{_META}'enable_fp_fusion': True, ", 1), *rest, **more)
+
+        code.define_kernel = define_kernel
+        try:
+            return define(code, kernel, *args, **kwargs)
+        finally:
+            del code.define_kernel
+
+    code_of.define_user_defined_triton_kernel = define_with_fusion
+    try:
+        yield
+    finally:
+        code_of.define_user_defined_triton_kernel = define
+
+
 def compile_inductor(
     gm: torch.fx.GraphModule,
     inputs: list,
@@ -189,7 +227,7 @@ def compile_inductor(
         kind, example_inputs = "backward" if kwargs.get("is_backward") else "forward", list(example_inputs)
         _keep_for_another_backward(kind)
         around = keep(graph_module, example_inputs, kind) if keep is not None else None
-        with turn(graph_module, example_inputs):
+        with _templates_fuse_products(), turn(graph_module, example_inputs):
             code = _generate(late, kind, partial(compile_fx_inner, graph_module, example_inputs, **kwargs))
         if _CAN_WRAP and isinstance(code, _compiled_graph):
             code.current_callable = _tuned_quickly(code.current_callable)

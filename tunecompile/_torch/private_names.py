@@ -280,6 +280,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *group("mix-order reduction is as torch has it", "torch._inductor.config.triton.mix_order_reduction"),
     *group("some graphs for changing sizes are compiled again", "torch._inductor.config.shape_padding"),
     *group(
+        "Triton's default says whether products in templates are fused into sums",
+        "PythonWrapperCodegen",
+        *("PythonWrapperCodegen.define_user_defined_triton_kernel", "PythonWrapperCodegen.define_kernel"),
+        under="torch._inductor.codegen.wrapper",
+    ),
+    *group(
         "kernels of templates start through launchers in C, each of which is compiled",
         "torch._inductor.config.static_launch_user_defined_triton_kernels",
     ),
