@@ -15,9 +15,11 @@ from tunecompile.compiler import backend as backend_module
 from tunecompile.compiler.attention_backend import AttentionCall, rank
 from tunecompile.compiler.backend import Backend
 from tunecompile.passes import PIPELINE
+from tunecompile.planner.device_memory import CudaGauge
 
 CUDA = torch.device("cuda", 0)
 CALL = AttentionCall(4, 32, 8, 2048, 2048, 128, 128, "bfloat16", True, None, False)
+FREE_BYTES = attention_backend._free_bytes  #: itself, not the fixture's
 TIMES = {"cudnn": 1.15, "flash": 2.14, "efficient": 4.0}
 
 
@@ -306,3 +308,29 @@ def test_layers_of_transformers_are_causal_calls(family):
         )
         zoo.step(tunecompile.optimize(zoo.make(family), executor="eager"), zoo.batch())
     assert found and all(call.causal and call.mask is None for call in found)
+
+
+def test_flash_attention_3_is_hinted_at_where_it_would_run(monkeypatch):
+    """On Hopper, where its package is there and nothing was switched on."""
+    setting = {"cuda": "13.0", "found": True, "impl": None, "capability": (9, 0)}
+    monkeypatch.setattr(attention_backend.importlib.util, "find_spec", lambda name: setting["found"] or None)
+    monkeypatch.setattr(attention_backend, "current_flash_attention_impl", lambda: setting["impl"])
+    monkeypatch.setattr(attention_backend, "capability", lambda device: setting["capability"])
+
+    def codes(**changes):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in changes.items():
+                patch.setitem(setting, name, value)
+            patch.setattr(torch.version, "cuda", setting["cuda"])
+            return [note.code for note in attention_backend.notes()]
+
+    assert codes() == ["flash-attention-3"]
+    for name, value in {"cuda": None, "found": False, "impl": "FA3", "capability": (10, 0)}.items():
+        assert codes(**{name: value}) == []
+    assert codes(capability=(9, 1)) == codes(capability=(8, 0)) == []
+
+
+def test_what_a_measurement_may_take_is_free_or_cached(monkeypatch):
+    monkeypatch.setattr(CudaGauge, "available", lambda self: 10)
+    monkeypatch.setattr(CudaGauge, "allocated", lambda self: 3)
+    assert FREE_BYTES(CUDA) == 7

@@ -10,6 +10,9 @@ from tests.support import zoo
 from tests.support.compare import assert_close
 from tests.support.notes import has
 from tunecompile import passes
+from tunecompile.compiler import backend as backend_module
+from tunecompile.compiler.backend import Backend
+from tunecompile.compiler.pass_manager import Context
 
 
 def fail(graph, context):
@@ -90,3 +93,22 @@ def test_code_that_cannot_be_generated_for_a_backward_is_known_in_the_forward(mo
     monkeypatch.setattr(compile_fx, "compile_fx_inner", fails)
     model = trained_as_before()
     assert has(model, "compiled-without-rewrites", detail="planted") and has(model, "not-compiled")
+
+
+def test_graphs_read_cached_weights_where_they_read_any(monkeypatch):
+    class Kept:
+        moves = ()
+
+        def forward(self, run, positions):
+            return "forward", run, positions
+
+        def backward(self, run, positions):
+            return "backward", run, positions
+
+    kept = Kept()
+    monkeypatch.setattr(backend_module, "give_matrices", lambda gm, kept, inputs: inputs)
+    keep = Backend("layer", (), "eager", kept=kept)._keep(Context("layer"))
+    for kind in ("forward", "backward"):
+        assert keep(None, [3], kind)("code") == (kind, "code", [3])
+        assert keep(None, [], kind) is None
+    assert Backend("layer", (), "eager")._keep(Context("layer")) is None

@@ -165,6 +165,7 @@ DIFFERENT = [
     lambda x: F.gelu(x, approximate="tanh"),
     lambda x: x.to("cpu"),
     lambda x: x.to(torch.float64, copy=True),
+    lambda x: x.to(torch.float32, False, True).add_(1) + x,
     lambda x: x.to(x),
     lambda x: torch.cat((x, x)),
     lambda x: torch.cat((x, x), 0),

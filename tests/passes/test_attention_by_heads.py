@@ -168,3 +168,15 @@ def test_memory_of_long_rows(monkeypatch):
         assert abs(measured - predicted) < 0.15 * predicted, (room, measured, predicted)
         needed[room] = measured
     assert needed[256 << 20] < needed[1 << 60] - (800 << 20)
+
+
+def test_a_copy_by_a_kernel_of_its_own_has_the_same_heads(monkeypatch):
+    """Heads inside tokens, as projections have them."""
+    lora = pytest.importorskip("tunecompile.templates.lora")
+    monkeypatch.setattr(lora, "append_rows", lambda rows, out, at: out[at : at + len(rows)].copy_(rows))
+    monkeypatch.setattr(by_heads, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(by_heads, "has_triton", lambda: True)
+    heads = torch.randn(2, 4, 5, 3)
+    made = by_heads._copy(heads)
+    assert torch.equal(made, heads) and made.transpose(1, 2).is_contiguous()
+    assert made.untyped_storage().data_ptr() != heads.untyped_storage().data_ptr()

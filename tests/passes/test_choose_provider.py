@@ -120,3 +120,26 @@ def test_tables_of_references_warn_of_nothing(recwarn):
     made = lowered(dequantize_mxfp4, arguments, FakeTensorMode())
     assert any(node.op == "get_attr" for node in made.graph.nodes)
     assert not [each for each in recwarn if "get_attr" in str(each.message)]
+
+
+def test_a_provider_is_told_which_results_are_read_and_which_arguments_die():
+    """A matrix product, or a view of one, that the call alone reads may be overwritten."""
+    graph = Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    first, second = (graph.call_function(torch.ops.aten.mm.default, (x, w)) for _ in range(2))
+    view = graph.call_function(torch.ops.aten.view.default, (first, [4, 6]))
+    op = gated_activation.backward_op
+    total = graph.call_function(torch.ops.aten.add.Tensor, (x, x))
+    node = graph.call_function(op.overload, (total, view, second, "silu"))
+    results = [graph.call_function(operator.getitem, (node, place)) for place in range(2)]
+    graph.output((results[1], second))
+    node.meta["val"] = [torch.empty(0)] * 2
+
+    def run(grad, gate, up, act, *, used, dying):
+        return used, dying
+
+    bound = choose_provider._bind(run, op, node)
+    assert bound.keywords == {"used": (False, True), "dying": (op.parameters[1],)}
+    assert choose_provider._bind(op.reference, op, node) is op.reference
+    graph.erase_node(results[0])
+    assert choose_provider._bind(run, op, node).keywords["used"] == (False, True)

@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.passes.run import check, family, random
+from tests.support.passes.traced import traced
 from tunecompile.ir.canonicalize import value
 from tunecompile.ops import document_mask, varlen_attention
+from tunecompile.passes.recognize.document_attention import unrepeated
 
 PASSES = family("document_attention")
 HEADS, WIDTH = 4, 8
@@ -185,3 +187,31 @@ def test_keys_that_were_repeated_are_read_once():
     (graph,) = check(shared_keys, *inputs(), OFFSETS, passes=PASSES, whole=False).graphs
     (call,) = [node for node in graph.nodes if node.target is varlen_attention.overload]
     assert value(call.args[1]).shape == (TOTAL, 2, WIDTH)
+
+
+NOT_REPEATED = {
+    "themselves": lambda k: k * 2,
+    "reshaped": lambda k: k.reshape(2, 3, 20),
+    "expanded alone": lambda k: k[:, :, None, :, :].expand(2, 3, 2, 5, 4),
+    "reshaped twice": lambda k: k.reshape(2, 3, 20).reshape(6, 20),
+    "made longer": lambda k: k[:, :, None, :, :].expand(2, 3, 2, 5, 4).reshape(2, 3, 10, 4),
+    "heads in another order": lambda k: k[:, None, :, :, :].expand(2, 2, 3, 5, 4).reshape(2, 6, 5, 4),
+    "of a part": lambda k: k[:, 1:, None, :, :].expand(2, 2, 2, 5, 4).reshape(2, 4, 5, 4),
+    "of one head": lambda k: k[:, :1, None, :, :].expand(2, 3, 2, 5, 4).reshape(2, 6, 5, 4),
+    "of three dimensions": lambda k: k[0][:, None, :, :].expand(3, 2, 5, 4).reshape(6, 5, 4),
+}
+
+
+@pytest.mark.parametrize("name", NOT_REPEATED)
+def test_keys_that_were_not_repeated_stay(name):
+    node = traced(NOT_REPEATED[name], torch.randn(2, 3, 5, 4)).graph.output_node().args[0]
+    assert unrepeated(node) is node
+
+
+def test_keys_before_they_were_repeated():
+    made = traced(lambda k: repeated_six(k * 2), torch.randn(2, 3, 5, 4))
+    assert value(unrepeated(made.graph.output_node().args[0])).shape == (2, 3, 5, 4)
+
+
+def repeated_six(k):
+    return k[:, :, None, :, :].expand(2, 3, 2, 5, 4).reshape(2, 6, 5, 4)

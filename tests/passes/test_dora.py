@@ -116,6 +116,12 @@ NOT_THE_NORM = {
     "no identity": lambda w, a, b, scale: torch.linalg.norm(
         w + scale * F.linear(F.linear(torch.ones(8, 8), a), b).T.detach(), dim=1
     ).detach(),
+    "of one row of a": lambda w, a, b, scale: torch.linalg.norm(
+        w + scale * adapted(w, a[0], w.T.detach() @ w).detach(), dim=1
+    ).detach(),
+    "of one row of b": lambda w, a, b, scale: torch.linalg.norm(
+        w + scale * adapted(w, a, b[0]).detach(), dim=1
+    ).detach(),
     "a wide identity": lambda w, a, b, scale: torch.linalg.norm(
         w + scale * adapted(w, a, b, (8, 8)).detach(), dim=1
     ).detach(),

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.support.passes.run import check, family, random
+from tests.support.passes.traced import recognized
+from tunecompile.ops import layer_norm
 
 PASSES = family("layer_norm", "add_layer_norm", "rms_norm")
 EPS = 1e-3
@@ -139,3 +141,29 @@ def test_never_across_a_mutation():
         return w * ((y - mean) * torch.rsqrt((y - mean).pow(2).mean(-1, keepdim=True) + EPS))
 
     check(fn, *(random(*shape, grad=False) for shape in ((4, 8), (8,), (8,))), passes=PASSES, expect={})
+
+
+@pytest.mark.parametrize("spelling", [bare_in_fp32, in_fp32, cohere, shared])
+def test_a_norm_that_is_computed_in_fp32_reads_x_itself(spelling):
+    """The op widens by itself: a copy in fp32 would be saved for the backward."""
+    args = random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16)
+    graph, _ = recognized(spelling, *args, passes=PASSES, expect={"layer_norm": 1}, tol=1.2e-2)
+    (node,) = [node for node in graph.nodes if node.target is layer_norm.overload]
+    assert node.args[0].op == "placeholder" and list(node.args[0].users) == [node]
+
+
+def in_fp64(x, w, b):
+    return F.layer_norm(x.double(), x.shape[-1:], w.double(), b.double(), EPS).to(x.dtype)
+
+
+def written_in_fp64(x, w, b):
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    return (w.double() * (centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + EPS))).to(x.dtype)
+
+
+@pytest.mark.parametrize("spelling", [in_fp64, written_in_fp64])
+def test_a_norm_that_is_computed_in_fp64_reads_the_wide_copy(spelling):
+    args = random(2, 3, 8), random(8), random(8)
+    graph, _ = recognized(spelling, *args, passes=PASSES)
+    for node in graph.nodes:
+        assert node.target is not layer_norm.overload or node.args[0].target == "to"

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,3 +98,24 @@ def test_a_trial_is_made_once_a_machine(monkeypatch, tmp_path):
         assert probe.fault_of(*given) == "wrong"
         probe._known.clear()
     assert len(tries) == 1
+
+
+ONES = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "made, says",
+    [
+        ([None, ONES], ""),  # of a result that nobody reads
+        ([ONES[:0], ONES], ""),
+        ([ONES[:0], None], ""),
+        ([None, ONES * 1.1], "output 1 is 1.0e-01"),
+        ([None, ONES.double()], "output 1 is torch.float64"),
+        ([None, ONES[:3]], "output 1 is torch.float32 (3,), not torch.float32 (4,)"),
+        ([None, ONES * torch.nan], "output 1 is nan"),
+    ],
+)
+def test_which_results_are_compared(made, says):
+    template = SimpleNamespace(run=lambda: made)
+    told = probe.compare(template, [], [ONES[:0], ONES], [ONES[:0].double(), ONES.double()], 1e-6)
+    assert told.startswith(says) and bool(told) == bool(says)

@@ -281,6 +281,13 @@ def test_a_layer_that_sends_more_to_the_host_needs_room_there_for_the_rest_alone
     assert made.fits and sorted(o.offloaded for o in made.options[0]) == [0, 0, 0, 72]
 
 
+def test_a_layer_that_waits_for_its_copies_takes_their_time_once():
+    options = (PlanOption(KEEP, 100, 0, 0, 0.0, work=5.0), PlanOption(KEEP, 0, 0, 0, 1.0, 100, 6.0, copying=3.0))
+    made = choose([LayerRun(6, options)], 100)
+    assert (made.fits, made.ahead, made.ms, made.work) == (True, 0, 20.0, 50.0)  # the last layer waits for none
+    assert {option.copying for option in made.options[0]} == {0.0}
+
+
 def test_copies_that_cost_nothing_go_less_far_ahead_where_room_is_short():
     options = (PlanOption(KEEP, 100, 0, 10, 0.0), PlanOption(KEEP, 0, 0, 10, 0.0, offloaded=100))
     made = choose([LayerRun(6, options)], 260)

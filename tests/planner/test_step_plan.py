@@ -122,3 +122,34 @@ def test_frozen_weights_stay_packed_where_a_layer_recomputes():
     small = {1: RegionCandidates(ROWS, 8, whole=True, passed=10, weights=1)}
     made = solve(beside(solve(beside(10**6)).choice.peak - 1, candidates=small))
     assert made.choice.fits and made.choice.peak + 2 <= made.room and made.weights == 0
+
+
+def test_a_request_of_layers_alone():
+    """No checkpoints, no graphs, nothing on the host, and each region seen."""
+    runs, candidates = (RegionRun(1, 2), RegionRun(2, 3)), {1: RegionCandidates(ROWS, 8, whole=True, passed=10)}
+    made = solve(StepRequest(8, runs, candidates, Rates(1.0, 1.0), 1090, 1000, 0))
+    assert (made.resident, made.room, made.spare, made.weights, made.short, made.launching) == (
+        1000,
+        90,
+        0,
+        0,
+        False,
+        0,
+    )
+    assert made.seen and made.limit == 1090 and made.peak == 1000 + made.choice.peak
+    assert [len(options) for options in made.choice.options] == [2, 3]
+    assert {option.held for option in made.choice.options[1]} == {0}
+    assert not any(option.offloaded for run in made.choice.options for option in run)
+    limited = solve(request(2, launching=5000.0))
+    assert limited.spare == 0 and limited.launching == 5000.0
+
+
+def test_steps_that_would_launch_faster_record_what_stays_on_the_device():
+    """Beside checkpoints, graphs have room of their own; layers on the host are not recorded."""
+    options = (PlanOption(KEEP, 0, 0, 0, 0.0, offloaded=20), PlanOption(HALF, 20, 0, 0, 1.0))
+    runs = [LayerRun(1, options)]
+    fastest = choose(runs, 20)
+    assert fastest.offloads
+    for gain, spare, held in ((10.0, 100, 20), (0.5, 100, 0), (0.0, 100, 0), (10.0, 0, 0)):
+        made, short = leave_room_for_graphs(fastest, runs, 20, 0, gain, spare)
+        assert (made.options[0][0].held, short) == (held, not spare), (gain, spare)

@@ -1,0 +1,69 @@
+"""On a GPU adapted linears take packed weights, if these have one format and nothing else reads them."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.passes.functions import linear_4bit, lora
+from tests.support.passes.run import check, family, random
+
+PASSES = family("nf4", "lora", "grouped_linear", "lora_nf4")
+PACKED = {"lora_linear_nf4": 1}
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch):
+    """The op's reference runs on the CPU."""
+    module = importlib.import_module("tunecompile.passes.recognize.lora_nf4")
+    monkeypatch.setattr(module, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
+    monkeypatch.setattr(module, "has_triton", lambda: True)
+
+
+def adapters(n):
+    return [random(2, 64), random(n, 2)]
+
+
+def adapted(layer, x, a, b):
+    return layer(x) + F.linear(F.linear(x, a), b) * 0.5
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"double": False}, marks=pytest.mark.slow)], ids=str)
+def test_siblings_read_packed_weights(options):
+    one, other = linear_4bit(n=6, **options), linear_4bit(n=128, **options)
+
+    def fn(x, *o):
+        return adapted(one, x, *o[:2]), adapted(other, x, *o[2:])
+
+    check(fn, random(3, 64), *adapters(6), *adapters(128), passes=PASSES, expect=PACKED, whole=False)
+
+
+OTHERS = {
+    "fp4": lambda: linear_4bit(n=6, quant_type="fp4"),
+    "no nested scales": lambda: linear_4bit(n=6, double=False),
+    "blocks of another size": lambda: linear_4bit(n=6, blocksize=128),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "fp4" else pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
+)
+def test_siblings_in_two_formats_are_dequantised(name):
+    one, other = linear_4bit(n=6), OTHERS[name]()
+
+    def fn(x, *o):
+        return adapted(one, x, *o[:2]), adapted(other, x, *o[2:])
+
+    seen = check(fn, random(3, 64), *adapters(6), *adapters(6), passes=PASSES, whole=False)
+    assert dict(seen.ops) == {"dequantize_4bit": 2, "lora_linear": 1} and "differ in format" in str(seen.refused)
+
+
+def test_weights_beside_a_dense_one_are_dequantised():
+    layer = linear_4bit(n=6)
+
+    def fn(x, w, *o):
+        return adapted(layer, x, *o[:2]), lora(x, w, *o[2:])
+
+    seen = check(fn, random(3, 64), random(6, 64, grad=False), *adapters(6), *adapters(6), passes=PASSES, whole=False)
+    assert "lora_linear_nf4" not in seen.ops and len(seen.refused) == 1

@@ -1,0 +1,66 @@
+"""How a kernel is timed, with events of a GPU that is not there."""
+
+import time
+from types import SimpleNamespace
+
+import torch
+
+from tunecompile.planner import hardware
+from tunecompile.planner.device_memory import CONTEXT, CudaGauge
+
+CUDA = torch.device("cuda", 0)
+
+
+def timed(monkeypatch, milliseconds, clock):
+    """(What is said of runs that take these times, how many runs there were), where each reading of the clock is
+    the next of `clock`."""
+    runs, times, readings = [], iter(milliseconds), iter(clock)
+
+    class Event:
+        def __init__(self, enable_timing=False):
+            assert enable_timing
+            self.recorded = self.waited = False
+
+        def record(self):
+            self.recorded, self.after = True, len(runs)
+
+        def synchronize(self):
+            assert self.recorded
+            self.waited = True
+
+        def elapsed_time(self, end):
+            assert end.waited and (self.after, end.after) == (len(runs) - 1, len(runs))
+            return next(times)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    return hardware._milliseconds(lambda: runs.append(1), CUDA), len(runs)
+
+
+def test_the_median_of_the_last_runs_on_a_warm_gpu(monkeypatch):
+    late = [0.0, *[0.01] * 7, *[1.0] * 9]
+    assert timed(monkeypatch, [90, 80, 70, 1, 5, 2, 9], late) == (5, 8)
+    assert timed(monkeypatch, [3, 1, 2, 5, 4], [0.0, *[1.0] * 9]) == (3, 6)
+
+
+def test_on_a_cpu_the_clock_is_read(monkeypatch):
+    readings = iter([0.0, 0.004, 1.0, 1.001, 2.0, 2.003, 3.0, 3.009, 4.0, 4.002])
+    monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    runs = []
+    found = hardware._milliseconds(lambda: runs.append(time.perf_counter()), torch.device("cpu"))
+    assert abs(found - 3.0) < 1e-9 and len(runs) == 6
+
+
+def test_bytes_of_a_gpu(monkeypatch):
+    """By the driver's and the allocator's books; other processes' tensors are none of this one's libraries."""
+    books = {"free": 50, "total": 100, "reserved": 20}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (books["free"], books["total"]))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: books["reserved"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: books.get("share", 1.0))
+    gauge = CudaGauge(CUDA)
+    assert gauge.outside() == 30 and gauge.available() == 70
+    books["share"] = 0.5
+    assert gauge.available() == 40
+    books["total"] = 10 * CONTEXT
+    assert gauge.outside() == CONTEXT
