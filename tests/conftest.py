@@ -41,11 +41,37 @@ def pytest_collection_modifyitems(config, items):
 
     without_profiles()
     if has_gpu():
+        items.sort(key=longest_first)
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+#: tests that compile whole models on a GPU, or start processes, those of most graphs first
+LONG = (
+    "models/test_gpu_hybrids.py",
+    "models/test_gpu_experts.py::test_a",
+    "distributed/test_ranks.py",
+    "models/test_gpu_small_cards.py",
+    "unpad/test_gpu_unpad.py::test_no_further",
+    "models/test_gpu.py",
+    "models/test_gpu_fp8.py",
+    "models/test_gpu_tiling.py::test_a_model",
+    "models/test_gpu_attention.py",
+    "memory/test_gpu_offload.py::test_compiled",
+    "memory/test_gpu_weight",
+    "memory/test_gpu_long.py",
+    "cuda_graphs/test_gpu_replay.py",
+    "estimate/test_estimate.py",
+    "models/test_trainers.py",
+)
+
+
+def longest_first(item) -> int:
+    """So that no process begins a long one at the end: `pytest -m "gpu and not slow" -n 12 --maxschedchunk 1`."""
+    return next((place for place, name in enumerate(LONG) if name in item.nodeid), len(LONG))
 
 
 def pytest_collection_finish(session):

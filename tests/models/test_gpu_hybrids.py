@@ -53,9 +53,14 @@ FAMILIES = {  #: family -> what its config needs, and the op in its layers
 }
 
 
+def crossed(mode, side):
+    """Each mode and each side is in a quick case; compiling all pairs of them takes minutes."""
+    quick = (mode, side) in [("lora", None), ("full", "right"), ("lora", "left")]
+    return pytest.param(mode, side, marks=[] if quick else pytest.mark.slow)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", ["lora", "full"])
-@pytest.mark.parametrize("side", [None, "right", "left"])
+@pytest.mark.parametrize("mode, side", [crossed(m, s) for m in ("lora", "full") for s in (None, "right", "left")])
 def test_no_further_from_fp32_than_eager(family, mode, side):
     settings, op = FAMILIES[family]
     model = hybrids.make(family, torch.bfloat16, **settings).cuda()

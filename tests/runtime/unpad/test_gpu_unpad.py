@@ -60,11 +60,12 @@ def test_flash_attention_is_as_exact_as_the_reference(dim, heads, shared, window
         assert mine.shape == right.shape and mine.is_contiguous() and (mine - right).norm() <= 1e-2 * right.norm()
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize(
-    "family, mode, autocast",
-    [("llama", "qlora", torch.bfloat16), ("qwen3", "lora", None), ("mistral", "full", torch.bfloat16)],
-)
+MODELS = [("llama", "qlora", torch.bfloat16), ("qwen3", "lora", None), ("mistral", "full", torch.bfloat16)]
+CASES = [(*model, "right") for model in MODELS] + [(*MODELS[0], "left")]
+CASES += [pytest.param(*model, "left", marks=pytest.mark.slow) for model in MODELS[1:]]
+
+
+@pytest.mark.parametrize("family, mode, autocast, side", CASES)
 def test_no_further_from_fp32_than_eager(family, mode, autocast, side):
     model = build(family, mode)
     reference, plain = zoo.in_fp32(model), copy.deepcopy(model)
