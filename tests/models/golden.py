@@ -145,6 +145,12 @@ IN_4BIT: dict[str, Row] = {
     | {"nf4": (17, 17), "lora": (17, 17), "grouped_linear": (10, 10), "add_rms_norm": (2, 2)},
 }
 
+#: where transformers 5.0 wrote attention otherwise
+FIRST_5: dict[str, Row] = {
+    "gemma2": {name: count for name, count in GOLDEN[5]["gemma2"].items() if name != "document_attention"},
+    "codegen": GOLDEN[5]["codegen"] | {"attention": (1, 0)},  # its weights are returned whether they are asked for or not
+}
+
 #: where layers with experts run eagerly in fp32: what is found in the others
 EAGER_EXPERTS: dict[str, Row] = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "qwen2_moe"), {"linear_cross_entropy": (1, 1)}),
@@ -155,6 +161,11 @@ EAGER_EXPERTS: dict[str, Row] = {
 }
 
 
+def experts_run_eagerly() -> bool:
+    """Whether torch refuses grouped products in fp32, and transformers has no op of its own for them yet."""
+    return installed("transformers") < (5, 3) and GROUPED_MM_IN_FP32.present
+
+
 def expected(family: str) -> tuple[Row, bool]:
     """(its row for the installed versions, whether its layers run eagerly).
 
@@ -162,10 +173,10 @@ def expected(family: str) -> tuple[Row, bool]:
         KeyError: there is no table yet for this major version of transformers.
     """
     transformers = installed("transformers")
-    if (
-        family in EAGER_EXPERTS and transformers < (5, 3) and GROUPED_MM_IN_FP32.present
-    ):  # 5.3 has an op of its own for what torch refuses
+    if family in EAGER_EXPERTS and experts_run_eagerly():
         return EAGER_EXPERTS[family], True
+    if family in FIRST_5 and transformers < (5, 1):
+        return FIRST_5[family], False
     return GOLDEN[int(transformers.partition(".")[0])][family], False
 
 

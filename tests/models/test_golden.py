@@ -45,6 +45,8 @@ def test_every_family_has_a_row():
 @pytest.mark.parametrize("family", golden.IN_4BIT)
 def test_a_row_of_experts_and_linears_in_4_bits(family):
     pytest.importorskip("bitsandbytes")
+    if golden.experts_run_eagerly():
+        pytest.skip("experts in fp32 run eagerly with these versions")
     found, error, report = golden.table(golden.in_4bit(family))
     row = golden.IN_4BIT[family]
     assert row == found, f"{differences(row, found)}\n{report}"
