@@ -184,7 +184,7 @@ def test_every_row_is_used():
 
 def test_every_private_name_of_torch_is_in_the_table():
     """Attributes by their dotted names; imports would end `import tunecompile` where a name is gone."""
-    known = {prefix for name in USED for prefix in _prefixes(name)} | {"torch.utils._pytree.tree_leaves"}
+    known = {prefix for row in PRIVATE_NAMES for prefix in _prefixes(row.name)} | {"torch.utils._pytree.tree_leaves"}
     for path, text in sources("tunecompile/_torch").items():
         tree = ast.parse(text)
         for node in _run(tree):
