@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 
@@ -302,15 +303,23 @@ def test_an_evaluation_does_not_pack_4_bit_weights():
     assert all(module.support_avx512bf16_for_cpu for module in linears)
 
 
-def test_a_users_cache_is_left_alone():
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_users_cache_is_left_alone(name):
     from transformers import DynamicCache
 
     model, reference = small(), small()
+    if name not in inspect.signature(reference.forward).parameters and name == "cache":
+        pytest.skip("the name of transformers 5.24")
     optimized(model).train(), reference.train()
-    ids = zoo.batch()["input_ids"]
-    ours, theirs = (m(ids, past_key_values=DynamicCache(), use_cache=True) for m in (model, reference))
-    assert ours.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length() == ids.shape[1]
-    assert torch.allclose(ours.logits, theirs.logits, atol=1e-5)
+    batch = padded()
+    for asked in ({}, {"use_cache": True}):
+        caches = DynamicCache(), DynamicCache()
+        ours, theirs = (
+            m(**batch, **asked, **{name: cache}) for m, cache in zip((model, reference), caches, strict=True)
+        )
+        assert [cache.get_seq_length() for cache in caches] == [batch["input_ids"].shape[1]] * 2
+        assert getattr(ours, name) is caches[0] and torch.allclose(ours.loss, theirs.loss, atol=1e-6)
+    assert not flattened(model) and has(model, "padding-kept", reason="cache-used")
 
 
 # -- several models -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tunecompile._torch.private_names import PrivateName, group
 
 __all__ = ["PRIVATE_NAMES"]
 
-_TRANSFORMERS = {"since": "5.0", "last_checked": ("5.0", "5.23")}
+_TRANSFORMERS = {"since": "5.0", "last_checked": ("5.0", "5.24")}
 _PEFT = {"since": "0.18", "last_checked": ("0.18", "0.21")}
 _ACCELERATE = {"since": "1.4", "last_checked": ("1.4", "1.15")}
 _BITSANDBYTES = {"since": "0.50", "last_checked": ("0.50",)}
@@ -58,19 +58,19 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "transformers.utils.generic.is_flash_attention_requested",
         "transformers.utils.generic.get_max_seqlen",
         since="5.17",
-        last_checked=("5.17", "5.23"),
+        last_checked=("5.17", "5.24"),
     ),
     *group(
         "models that return hidden states keep their padding, and FSDP2's layers are not repeated when memory runs out",
         "transformers.utils.output_capturing",
         since="5.2",
-        last_checked=("5.23",),
+        last_checked=("5.24",),
     ),
     *group(
         "layers whose router logits are requested have graph breaks",
         "transformers.utils.output_capturing._active_collector",
         since="5.2",
-        last_checked=("5.23",),
+        last_checked=("5.24",),
     ),
     *group(
         "a linear with DoRA has graph breaks",

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
+#: what models call the argument that is a cache: `cache` from transformers 5.24 on, which still takes the older names
+_CACHES = ("cache", "past_key_values", "cache_params")
+
 
 class PassThrough:
     """Stands in a layer's `_gradient_checkpointing_func`: the compiled region recomputes by its own plan. Copies of the
@@ -36,14 +39,22 @@ def only_checkpoints(function: Any) -> bool:
     return function is checkpoint
 
 
+def is_cache(value: Any) -> bool:
+    return isinstance(value, getattr(sys.modules.get("transformers"), "Cache", ()))
+
+
+def gives_cache(given: dict[str, Any]) -> bool:
+    """Whether the caller of a model gives it a cache of its own."""
+    return any(given.get(name) is not None for name in _CACHES)
+
+
 def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """A layer's arguments without the cache that its model made, which is empty in a training step.
 
     It holds each layer's index, for which every layer would be recompiled up to Dynamo's limit; and a layer that is
     recomputed would fill it twice.
     """
-    cache = getattr(sys.modules.get("transformers"), "Cache", ())
-    given = {name: None for name, value in kwargs.items() if isinstance(value, cache)}
+    given = {name: None for name, value in kwargs.items() if is_cache(value)}
     if not given:
         return args, kwargs
     return args, {**kwargs, **given, **({"use_cache": False} if "use_cache" in kwargs else {})}

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.integrations.loss_caller import liger_kinds
+from tunecompile.integrations.transformers import gives_cache
 from tunecompile.notes import Note, note
 from tunecompile.runtime.find_layers import LayerStack, find_layers, find_norms, structure
 from tunecompile.runtime.layer_slot import LayerSlot, NormSlot
@@ -136,7 +137,7 @@ class EntryHook(NotCopied):
         """
         if kwargs is None or not self.takes_cache or len(args) > 2:
             return None
-        if kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None:
+        if kwargs.get("use_cache") is not None or gives_cache(kwargs):
             return None
         mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
         if mask is None and kwargs.get("position_ids") is not None:

@@ -16,6 +16,7 @@ from tunecompile._torch.distributed import several
 from tunecompile._torch.modules import global_hooks, is_of
 from tunecompile.integrations.fsdp import gathers_inside
 from tunecompile.integrations.loss_caller import home_of
+from tunecompile.integrations.transformers import gives_cache
 from tunecompile.notes import Note, note
 from tunecompile.runtime.module_watch import ModuleSnapshot
 
@@ -79,8 +80,7 @@ def arguments(given: dict[str, Any]) -> Note | None:
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if given.get(name):
             return note("output-required", name)
-    used = given.get("use_cache") or given.get("past_key_values") is not None
-    return note("cache-used") if used else None
+    return note("cache-used") if given.get("use_cache") or gives_cache(given) else None
 
 
 def gathers(owner: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from tunecompile._torch.autograd import in_backward, in_checkpoint, others_trace
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.token_wise import NotTokenWise
 from tunecompile.integrations.kernel_functions import knows_documents
+from tunecompile.integrations.transformers import gives_cache, is_cache
 from tunecompile.notes import Note, note
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad import refusals
@@ -362,7 +363,7 @@ def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bo
         return True
     asked = kwargs.get("use_cache")
     caches = getattr(getattr(owner, "config", None), "use_cache", True) if asked is None else asked
-    return not caches and kwargs.get("past_key_values") is None and len(args) < 3
+    return not caches and not gives_cache(kwargs) and len(args) < 3
 
 
 class OwnerSlot:
@@ -387,6 +388,6 @@ class OwnerSlot:
 
 def _without_cache(output: Any) -> Any:
     """A model's output without the cache that it made: layers left it empty."""
-    if getattr(output, "past_key_values", None) is None or not hasattr(output, "items"):
+    if not hasattr(output, "items") or not any(map(is_cache, output.values())):
         return output
-    return type(output)(**{name: value for name, value in output.items() if name != "past_key_values"})
+    return type(output)(**{name: value for name, value in output.items() if not is_cache(value)})
