@@ -94,6 +94,7 @@ SAME = {
     "product": [
         lambda x: F.linear(x, x),
         lambda x: x @ x.T,
+        lambda x: x @ torch.ops.aten.numpy_T(x),  # as Dynamo of torch 2.15 records it
         lambda x: x @ x.t(),
         lambda x: torch.matmul(x, x.T),
         lambda x: x.matmul(torch.t(x)),

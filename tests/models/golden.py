@@ -145,11 +145,21 @@ IN_4BIT: dict[str, Row] = {
     | {"nf4": (17, 17), "lora": (17, 17), "grouped_linear": (10, 10), "add_rms_norm": (2, 2)},
 }
 
-#: where transformers 5.0 wrote attention otherwise
-FIRST_5: dict[str, Row] = {
-    "gemma2": {name: count for name, count in GOLDEN[5]["gemma2"].items() if name != "document_attention"},
-    "codegen": GOLDEN[5]["codegen"] | {"attention": (1, 0)},  # its weights are returned whether they are asked for or not
-}
+
+def _without(pattern: str, *families: str) -> dict[str, Row]:
+    return {
+        family: {name: count for name, count in GOLDEN[5][family].items() if name != pattern} for family in families
+    }
+
+
+#: (from which version of transformers on, before which one, rows that are otherwise there)
+OTHERWISE: tuple[tuple[tuple[int, int], tuple[int, int], dict[str, Row]], ...] = (
+    ((5, 0), (5, 1), _without("document_attention", "gemma2")),
+    # weights are returned whether they are requested or not
+    ((5, 0), (5, 1), {"codegen": GOLDEN[5]["codegen"] | {"attention": (1, 0)}}),
+    # no longer written out: they call `scaled_dot_product_attention`
+    ((5, 24), (6, 0), _without("attention", "gptj", "codegen")),
+)
 
 #: where layers with experts run eagerly in fp32: what is found in the others
 EAGER_EXPERTS: dict[str, Row] = {
@@ -175,8 +185,9 @@ def expected(family: str) -> tuple[Row, bool]:
     transformers = installed("transformers")
     if family in EAGER_EXPERTS and experts_run_eagerly():
         return EAGER_EXPERTS[family], True
-    if family in FIRST_5 and transformers < (5, 1):
-        return FIRST_5[family], False
+    for since, before, rows in OTHERWISE:
+        if family in rows and since <= transformers < before:
+            return rows[family], False
     return GOLDEN[int(transformers.partition(".")[0])][family], False
 
 

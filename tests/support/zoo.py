@@ -123,7 +123,12 @@ NAMES: dict[str, tuple[str, dict]] = {
     "gpt_neo": (
         "GPTNeo",
         {
-            **{"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_hidden_layers": 2, "window_size": 8},
+            **{
+                "attention_types": [[["global", "local"], 1]],
+                "num_layers": 2,
+                "num_hidden_layers": 2,
+                "window_size": 8,
+            },
             **{"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0},
             **{"bos_token_id": 0, "eos_token_id": 1},
         },

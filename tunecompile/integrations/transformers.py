@@ -40,6 +40,7 @@ def only_checkpoints(function: Any) -> bool:
 
 
 def is_cache(value: Any) -> bool:
+    """Whether a value is a cache of transformers: of keys and values, or of states."""
     return isinstance(value, getattr(sys.modules.get("transformers"), "Cache", ()))
 
 

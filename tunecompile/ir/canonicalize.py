@@ -172,6 +172,19 @@ def _joined(target: Callable) -> Spell:
     return spell
 
 
+#: attributes that are views: Dynamo of torch 2.15 records the operation, older ones the attribute
+_ATTRIBUTES = {
+    "T": torch.ops.aten.numpy_T,
+    "mT": torch.ops.aten.mT,
+    "H": torch.ops.aten.matrix_H,
+    "mH": torch.ops.aten.mH,
+}
+
+
+def _attribute(name: str) -> Spell:
+    return lambda node: ("call_function", getattr, (node.args[0], name), {})
+
+
 #: ways to transpose a matrix -> their arguments (negative dims are left out: models use them for batches of matrices)
 _TRANSPOSES: dict[Any, tuple] = {
     getattr: (("T",),),
@@ -298,6 +311,7 @@ TABLE.update(
         torch.flatten: _flatten,
         **dict.fromkeys(("reshape", "view", "view_as", "reshape_as", torch.reshape), _reshape),
         **dict.fromkeys((operator.matmul, torch.matmul, torch.mm, "matmul", "mm"), _product),
+        **{operation: _attribute(name) for name, operation in _ATTRIBUTES.items()},
         "chunk": _chunk,
         torch.chunk: _chunk,
         "unsqueeze": _unsqueeze,
