@@ -6,25 +6,13 @@ import pytest
 import torch
 
 from tests.support import zoo
-from tests.support.batches import packed, padded
+from tests.support.batches import documents, padded
 from tests.support.models import hybrids
 from tests.support.models.pairs import optimized
 from tests.support.notes import fell_back
 from tests.support.reports import flattened, told_apart
 
 pytest.importorskip("peft")
-LENGTHS = (5, 41, 1, 30)
-
-
-def of_documents():
-    """(A packed row with its bounds, the same documents as rows.)"""
-    row, longest = packed(LENGTHS), max(LENGTHS)
-    ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
-    bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    ids = torch.nn.utils.rnn.pad_sequence(row["input_ids"][0].split(LENGTHS), batch_first=True)
-    labels = torch.nn.utils.rnn.pad_sequence(row["labels"][0].split(LENGTHS), batch_first=True, padding_value=-100)
-    mask = (torch.arange(longest) < torch.tensor(LENGTHS)[:, None]).long()
-    return {**row, **bounds, "use_cache": False}, {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
 def accumulated(model, batches):
@@ -44,7 +32,7 @@ def test_padding_packing_accumulation_and_dropout(family):
     drops = [module for module in reference.modules() if isinstance(module, torch.nn.Dropout) and module.p == 0.25]
     for module in drops:
         module.p = 0.0  # random numbers are drawn for other tokens where there is no padding
-    model, (row, rows) = optimized(copy.deepcopy(reference)), of_documents()
+    model, (row, rows) = optimized(copy.deepcopy(reference)), documents(5, 41, 1, 30)
     loss, ours = accumulated(model, [padded(3, 40), row])
     expected, theirs = accumulated(reference, [padded(3, 40), rows])
     assert loss == pytest.approx(expected, rel=1e-5)

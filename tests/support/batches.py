@@ -32,3 +32,17 @@ def packed(*rows: tuple[int, ...], seed: int = 0, vocabulary: int = 256) -> dict
         "labels": batch["input_ids"].masked_fill(positions == 0, -100),
         "position_ids": positions,
     }
+
+
+def documents(*lengths: int) -> tuple[dict, dict]:
+    """A packed row of documents with their bounds, and a batch with a row for each of them."""
+    row, longest = packed(lengths), max(lengths)
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    pad = torch.nn.utils.rnn.pad_sequence
+    rows = {
+        "input_ids": pad(row["input_ids"][0].split(lengths), batch_first=True),
+        "labels": pad(row["labels"][0].split(lengths), batch_first=True, padding_value=-100),
+        "attention_mask": (torch.arange(longest) < torch.tensor(lengths)[:, None]).long(),
+    }
+    return {**row, **bounds, "use_cache": False}, rows

@@ -8,7 +8,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tests.support.batches import packed, padded
+from tests.support.batches import documents, packed, padded
 from tests.support.compare import assert_close
 from tests.support.models import hybrids
 from tests.support.models.pairs import optimized, without_mlps
@@ -54,22 +54,11 @@ def test_padding_on_the_left_and_none(pair):
     assert flattened(model) == before + 1 and not fell_back(model)
 
 
-def of_documents(lengths):
-    """(A row of documents with their bounds, the same as a row each)."""
-    batch, longest = packed(lengths), max(lengths)
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    rows = torch.nn.utils.rnn.pad_sequence(batch["input_ids"][0].split(lengths), batch_first=True)
-    labels = torch.nn.utils.rnn.pad_sequence(batch["labels"][0].split(lengths), batch_first=True, padding_value=-100)
-    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
-    return {**batch, **bounds, "use_cache": False}, {"input_ids": rows, "labels": labels, "attention_mask": mask}
-
-
 @pytest.mark.slow
 def test_a_row_of_documents_is_each_by_itself(pair):
     """transformers refuses such a row where fla is not installed."""
     reference, model = pair
-    row, rows = of_documents((5, 67, 1, 30))
+    row, rows = documents(5, 67, 1, 30)
     alone = zoo.step(reference, rows)
     assert_close(zoo.step(model, row), alone, **LIMITS)
     assert told_apart(model) and not has(model, "states-cross-documents")
@@ -81,7 +70,7 @@ def test_bounds_that_a_model_keeps_from_its_scans(family):
     """Kimi Linear's code gives its rule an argument of another name, Bamba's gives its scan none: both leak in eager."""
     reference = hybrids.make(family, torch.float32)
     model = optimized(copy.deepcopy(reference))
-    row, rows = of_documents((5, 41, 1, 30))
+    row, rows = documents(5, 41, 1, 30)
     assert_close(zoo.step(model, row), zoo.step(reference, rows), limit=1e-3, floor=1e-3)
 
 
