@@ -149,7 +149,9 @@ def test_a_second_process_finds_the_caches_of_the_first(tmp_path, monkeypatch):
     assert ours["first_step_warm_s"] > 0 and "first_step_warm_s" not in plain and ours["repeats"] == 1
 
 
-def test_what_a_system_raises_is_its_row(tmp_path):
+def test_what_a_system_raises_is_its_row(tmp_path, monkeypatch):
+    """Also where its packages could not be imported before its turn."""
+    monkeypatch.setattr(worker, "import_packages", lambda job: 1 / 0)
     spec, out = tmp_path / "job.json", tmp_path / "out.json"
     spec.write_text(json.dumps(TINY.replace(device="nowhere").to_dict()))
     worker.main(spec, out)

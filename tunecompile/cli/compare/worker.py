@@ -5,6 +5,7 @@ Events for its parent are lines that begin with `@`; all other output is for the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -32,7 +33,8 @@ def prepare_process(job: Job) -> None:
     os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
     if job.engine == "unsloth":
         import unsloth  # noqa: F401
-    import_packages(job)
+    with contextlib.suppress(Exception):  # the job raises it once more, as the status of its row
+        import_packages(job)
 
 
 def import_packages(job: Job) -> None:
@@ -48,7 +50,7 @@ def import_packages(job: Job) -> None:
     if job.engine != "unsloth" and models.is_shape(job.model):
         from tunecompile.estimate.known_shapes import empty_model, shape_config
 
-        empty_model(shape_config(job.model, 1))
+        empty_model(shape_config(job.model, job.layers))
 
 
 def random_runs(job: Job, progress: Progress | None = None) -> dict:
