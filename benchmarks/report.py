@@ -45,16 +45,19 @@ from report_tables import (
     render_speedups,
     shown,
 )
+from report_trainers import render_trainers
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "pages" / "results").glob("*.md")))
-IMAGES = ROOT / "docs" / "pages" / "images"
+DOCS = ROOT / "docs" / "pages"
+PAGES = (ROOT / "README.md", DOCS / "guides" / "trl.md", *sorted((DOCS / "results").glob("*.md")))
+IMAGES = DOCS / "images"
 COLUMNS = 3  #: panels side by side in the picture
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.S)
 TABLES: dict[str, Callable[[], str]] = {
     "rivals": render_rivals,
     "speed": render_speed,
     "cards": render_cards,
+    "trainers": render_trainers,
     "longest": render_longest,
     "batches": render_batches,
     "peaks": render_peaks,

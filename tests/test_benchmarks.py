@@ -101,6 +101,26 @@ def test_a_row_that_no_time_was_left_for_is_in_no_table():
     assert "HF + PEFT" in table and "Unsloth" not in table
 
 
+def test_trainers_stand_beside_each_other(tmp_path):
+    """A system that failed, or that no time was left for, has no row."""
+    run = {"model": "m", "mode": "qlora", "shape": "8x~800", "status": "ok", "peak_gib": 1.0, "first_step_s": 1.0}
+    rows = [("tunecompile", "dpo", 40.0), ("unsloth", "dpo", 20.0), ("unsloth", "grpo", 30.0)]
+    runs = [
+        {**run, "system": name, "trainer": trainer, "tokens_per_s": rate, "step_ms": {"median": 1e3 / rate}}
+        for name, trainer, rate in rows
+    ]
+    result = {"date": "2026", "versions": {"torch": "2"}, "machine": {"gpu": "g"}}
+    result["runs"] = [
+        *runs,
+        {**run, "system": "hf-checkpoint", "trainer": "dpo", "status": "left out: no time was left"},
+    ]
+    (tmp_path / "trainers-m.json").write_text(json.dumps(result))
+    lines = [line for line in script("report").render_trainers(tmp_path).splitlines() if "Trainer," in line]
+    assert [line.split(" | ")[0][2:9] for line in lines] == ["DPOTrai", "DPOTrai", "GRPOTra"] and len(lines) == 3
+    assert lines[0].endswith("| 2.00x |") and lines[1].endswith("|  |") and lines[2].endswith("|  |")
+    assert script("report").render_trainers(tmp_path / "nothing") == ""
+
+
 def test_a_file_says_what_is_to_come(tmp_path):
     write = script("_results").write
     out = tmp_path / "new" / "rows.json"

@@ -1,0 +1,40 @@
+"""The table of TRL's trainers, from the files of `benchmarks/steps/trainers.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from report_tables import RESULTS, complete, load_all, measured_on, shown, to_markdown
+
+HEAD = ("trainer, batch", "system", "tokens/s", "step, ms", "peak, GiB", "first step, s", "tunecompile is faster by")
+TITLES = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
+
+
+def render_trainers(folder: Path = RESULTS) -> str:
+    """A row for each trainer and system; ratios are only taken inside one file."""
+    results = load_all("trainers-*.json", folder)
+    rows = [row for result in results for row in _rows(complete(result))]
+    packages = (("torch", "torch"), ("transformers", "transformers"), ("TRL", "trl"), ("Unsloth", "unsloth"))
+    return to_markdown(HEAD, rows) + "\n" + measured_on(results, packages) if rows else ""
+
+
+def _rows(runs: list[dict[str, Any]]) -> list[list[str]]:
+    ours = {run["trainer"]: run for run in runs if run["system"] == "tunecompile"}
+    rows = []
+    for run in sorted(runs, key=lambda run: (run["trainer"], run["tokens_per_s"])):
+        best = ours.get(run["trainer"])
+        ratio = best["tokens_per_s"] / run["tokens_per_s"] if best and best is not run else None
+        layers = f" ({run['layers']} layers)" if run.get("layers") else ""
+        rows.append(
+            [
+                f"{TITLES[run['trainer']]}, {run['model']}{layers}, {run['mode']}, {run['shape']}",
+                shown(run["system"]),
+                f"{run['tokens_per_s']:,.0f}",
+                f"{run['step_ms']['median']:.0f}",
+                f"{run['peak_gib']:.1f}",
+                f"{run['first_step_s']:.1f}",
+                f"{ratio:.2f}x" if ratio else "",
+            ]
+        )
+    return rows

@@ -1,0 +1,237 @@
+"""TRL's trainers as users run them: from one step's end to the next, peak memory, first step; one JSON in the common shape.
+
+    python benchmarks/steps/trainers.py --model llama-3.1-8b --trainers dpo,grpo --systems tunecompile,unsloth,hf-checkpoint \\
+        --seconds 500 --out benchmarks/results/trainers-llama-3.1-8b-qlora.json
+
+QLoRA of random weights; each trainer and system has a process of its own, and its row is written when it ends. A step of DPO has
+4 pairs, one of GRPO 8 completions of a prompt and one of SFT 4 rows of 2,048 tokens. Lengths of completions are drawn as those of
+real data. GRPO's completions are random tokens: none is generated, as that would be the same code in all systems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
+
+from benchmarks._results import write
+from tunecompile.cli.compare.spec import Job, system
+
+ROW = "row: "  #: what the line of a process begins with that says what it measured
+UNTIMED = 4  #: steps: the first compiles, and in the third CUDA graphs are recorded
+PAIRS, COMPLETIONS, ROWS, LENGTH = 4, 8, 4, 2048
+TYPICAL, LONGEST, PROMPT = 600, 4096, 200  #: tokens of a completion, and of a prompt
+LEAST = 20  #: seconds, below which no process is begun
+SHARES = 2  #: of the seconds, divided by the cases, that one process may take
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--trainers", default="dpo,grpo")
+    parser.add_argument("--systems", default="tunecompile,unsloth,hf-checkpoint")
+    parser.add_argument("--steps", type=int, default=5, help=f"timed steps, after {UNTIMED} that are not")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="that all of it may take")
+    parser.add_argument("--logs", type=Path, help="folder for the processes' output")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the process of one system
+    return parser.parse_args()
+
+
+def lengths(count: int, longest: int = LONGEST) -> list[int]:
+    return [max(16, min(longest, int(random.lognormvariate(0, 0.6) * TYPICAL))) for _ in range(count)]
+
+
+def words(count: int) -> str:
+    """Text of so many tokens of the small tokenizer."""
+    return "".join(random.choice("bcdfgjkmnpqsuvxz") for _ in range(count))
+
+
+def shape_of(trainer: str) -> str:
+    """ROWSxTOKENS; of rows of several lengths with the median."""
+    if trainer == "sft":
+        return f"{ROWS}x{LENGTH}"
+    return f"{2 * PAIRS if trainer == 'dpo' else COMPLETIONS}x~{PROMPT + TYPICAL}"
+
+
+def make(trainer: str, model: Any, tokenizer: Any, common: dict[str, Any], steps: int) -> tuple[Any, float]:
+    """TRL's trainer on random rows, and the tokens of a step in the mean."""
+    from datasets import Dataset
+
+    vocabulary = min(model.config.vocab_size, 100_000)
+
+    def ids(count: int) -> list[int]:
+        return [random.randrange(3, vocabulary) for _ in range(count)]
+
+    about = {"model": model, "processing_class": tokenizer}
+    if trainer == "sft":
+        from trl import SFTConfig, SFTTrainer
+
+        rows = [{"input_ids": ids(LENGTH)} for _ in range(ROWS * steps)]
+        settings = SFTConfig(**common, per_device_train_batch_size=ROWS, max_length=LENGTH)
+        return SFTTrainer(args=settings, train_dataset=Dataset.from_list(rows), **about), ROWS * LENGTH
+    if trainer == "dpo":
+        from trl import DPOConfig, DPOTrainer
+
+        counts = [lengths(2, 1024 - PROMPT) for _ in range(PAIRS * steps)]
+        rows = [{"prompt": words(PROMPT), "chosen": words(c), "rejected": words(r)} for c, r in counts]
+        settings = DPOConfig(**common, per_device_train_batch_size=PAIRS, max_length=1024)
+        made = DPOTrainer(ref_model=None, args=settings, train_dataset=Dataset.from_list(rows), **about)
+        return made, sum(2 * PROMPT + c + r for c, r in counts) / steps
+    from trl import GRPOConfig, GRPOTrainer
+
+    counts = [lengths(COMPLETIONS) for _ in range(steps + 2)]
+    batch = {"per_device_train_batch_size": COMPLETIONS, "num_generations": COMPLETIONS}
+    made = GRPOTrainer(
+        args=GRPOConfig(**common, **batch, max_completion_length=LONGEST, beta=0.0),
+        reward_funcs=[lambda completions, **_: [random.random() for _ in completions]],
+        train_dataset=Dataset.from_list([{"prompt": words(PROMPT)} for _ in range(steps)]),
+        **about,
+    )
+    turn = iter(counts)
+    made._generate_single_turn = lambda *_, **__: ([ids(count) for count in next(turn)], None)
+    return made, COMPLETIONS * PROMPT + sum(map(sum, counts)) / len(counts)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """The row of one system and trainer, in this process."""
+    about = system(given.systems)
+    if about.engine == "unsloth":
+        import unsloth  # noqa: F401
+    import torch
+    from transformers import AutoTokenizer, TrainerCallback
+
+    from tunecompile.cli.compare import models
+    from tunecompile.cli.compare.meters import memory_figures, reset_memory
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    bf16, steps = device == "cuda", UNTIMED + given.steps
+    job = Job(
+        system=given.systems,
+        model=given.folder if about.engine == "unsloth" else given.model,
+        dtype="bfloat16" if bf16 else "float32",
+        device=device,
+        layers=given.layers,
+    )
+    random.seed(0)
+    model = models.apply_system(models.load_model(job), job)
+    ends: list[float] = []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if bf16:
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as out:
+        common = {"output_dir": out, "max_steps": steps, "logging_steps": 1, "report_to": [], "save_strategy": "no"}
+        common |= {"bf16": bf16, "use_cpu": not bf16, "learning_rate": 1e-4, "lr_scheduler_type": "constant"}
+        common |= {
+            "optim": "adamw_torch_fused",
+            "gradient_checkpointing": job.checkpoints and about.engine != "unsloth",
+        }
+        trainer, tokens = make(given.trainers, model, AutoTokenizer.from_pretrained(given.folder), common, steps)
+        trainer.add_callback(Watch())
+        reset_memory(device)
+        trainer.train()
+    times = [1e3 * (end - begin) for begin, end in itertools.pairwise(ends)]
+    timed = times[UNTIMED:]
+    if about.engine == "tunecompile":
+        import tunecompile
+
+        print(tunecompile.report(model))
+    return {
+        "status": "ok",
+        "repeats": len(timed),
+        "tokens_per_s": 1e3 * tokens / median(timed),
+        "step_ms": {"median": median(timed), "min": min(timed), "max": max(timed)},
+        "all_step_ms": times,
+        "first_step_s": times[0] / 1e3,
+        **memory_figures(device),
+        "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+    }
+
+
+def run(given: argparse.Namespace, trainer: str, name: str, folder: str, deadline: float, cases: int) -> dict[str, Any]:
+    """The row of one system and trainer, from a process of its own; there are so many cases in all."""
+    command = [sys.executable, __file__, "--model", given.model, "--trainers", trainer, "--systems", name]
+    command += ["--steps", str(given.steps), "--folder", folder, "--out", str(given.out)]
+    command += ["--layers", str(given.layers)] if given.layers else []
+    with open(given.logs / f"{trainer}-{name}.log", "w", encoding="utf-8") as log:
+        left = deadline - time.monotonic()
+        if left < LEAST:
+            return {"status": "left out: no time was left"}
+        try:
+            done = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                check=False,
+                timeout=None if left == float("inf") else min(left, SHARES * given.seconds / cases),
+            )
+        except subprocess.TimeoutExpired:
+            return {"status": "left out: no time was left"}
+        log.write(done.stdout)
+    rows = [line for line in done.stdout.splitlines() if line.startswith(ROW)]
+    return json.loads(rows[-1].removeprefix(ROW)) if rows else {"status": f"error: see {log.name}"}
+
+
+def main() -> int:
+    given = parse_arguments()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
+    if given.folder:
+        print(ROW + json.dumps(measure(given)), flush=True)
+        return 0
+    deadline = time.monotonic() + given.seconds
+    import torch
+
+    from tunecompile.cli.compare.machine import header
+    from tunecompile.cli.compare.shapes import save_shape_model, save_tiny_tokenizer
+
+    given.logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
+    given.logs.mkdir(parents=True, exist_ok=True)
+    names = given.systems.split(",")
+    cases = [(trainer, name) for trainer in given.trainers.split(",") for name in names]
+    result: dict[str, Any] = {**header(), "runs": []}
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        if any(system(name).engine == "unsloth" for name in names):
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            save_shape_model(given.model, folder, seed=0, device=device, layers=given.layers, quantise=True)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+        save_tiny_tokenizer(Path(folder))
+        for order, (trainer, name) in enumerate(cases):
+            about = {"system": name, "model": given.model, "mode": "qlora", "trainer": trainer, "order": order}
+            about |= {"shape": shape_of(trainer), "checkpointing": bool(system(name).checkpointing), "budget_gib": None}
+            about |= {"layers": given.layers} if given.layers else {}
+            row = about | run(given, trainer, name, folder, deadline, len(cases))
+            result["runs"].append(row)
+            write(given.out, result, [" ".join(case) for case in cases[order + 1 :]])
+            told = (
+                f"{row['step_ms']['median']:.1f} ms, {row['peak_gib']:.1f} GiB"
+                if row["status"] == "ok"
+                else row["status"]
+            )
+            print(f"{trainer} {name}: {told}", flush=True)
+    return 0 if all(row["status"] == "ok" for row in result["runs"]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
