@@ -116,18 +116,22 @@ def _joined(
     masks: list[Any], shapes: list[Tensor], terms: Sequence[Term], dtype: torch.dtype, scaled: bool = False
 ) -> Any:
     """One mask to add, in the dtype of the product, in which a number that masks does not become infinite."""
-    total, wide = None, dtype
+    total, wide, summed = None, dtype, torch.promote_types(dtype, torch.float32)
     for mask, shape, term in zip(masks, shapes, terms):
         factor = term.factor if scaled else 1
         if term.fill is None:
-            wide = shape.dtype if len(masks) == 1 and factor == 1 else torch.float32
+            wide = shape.dtype if len(masks) == 1 and factor == 1 else summed
             mask = mask if factor == 1 else (mask if shape.dtype == wide else mask.to(wide)) * factor
             total = mask if total is None else total + mask
         else:
-            number, before = max(term.fill * factor, torch.finfo(dtype).min), 0.0 if total is None else total
+            number = max(term.fill * factor, torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+            before, wide = (0.0, torch.float32) if total is None else (total, summed)
             total = torch.where(mask, before, number) if term.keeps else torch.where(mask, number, before)
-            wide = torch.float32
-    return total if total is None or wide == dtype else total.clamp(min=torch.finfo(dtype).min).to(dtype)
+    if total is None or wide == dtype:
+        return total
+    fits = torch.promote_types(wide, dtype) == dtype
+    least = max(torch.finfo(dtype).min, torch.finfo(wide).min)
+    return total.to(dtype) if fits else total.clamp(min=least).to(dtype)
 
 
 PASS = Pass(_FAMILY, "recognize", run, provides=frozenset({_FAMILY}))

@@ -93,7 +93,7 @@ def _order(given: str, wanted: str) -> Order:
 def _turned(node: Any) -> tuple[Node, Order] | None:
     """(keys, their order) of transposed keys."""
     made = value(node) if isinstance(node, Node) else None
-    if not isinstance(node, Node) or not isinstance(made, Tensor) or made.dim() not in (3, 4):
+    if not isinstance(node, Node) or not isinstance(made, Tensor) or made.dim() not in (3, 4) or not node.args:
         return None
     rank = made.dim()
     source: Any = node.args[0]

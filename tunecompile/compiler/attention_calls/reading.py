@@ -61,8 +61,10 @@ def asked(node: Node, name: str, position: int) -> Any:
 
 
 def casts(node: Node) -> bool:
-    """Return whether it is a cast."""
-    return calls(node, "to", "float", "type_as", "type")
+    """Return whether it is a cast from one floating dtype to another. (Whole numbers would be others.)"""
+    if not calls(node, "to", "float", "type_as", "type"):
+        return False
+    return all(isinstance(each, Tensor) and each.is_floating_point() for each in (value(node), value(node.args[0])))
 
 
 def _regroups(node: Node) -> bool:

@@ -174,12 +174,19 @@ def _masks(given: Any, factor: float) -> bool:
 
 def _without_factor(node: Any, read: Reading) -> tuple[Any, float]:
     """(what a number multiplies, or divides; the factor)."""
-    if not (
-        calls(node, "mul", "truediv", "div") and len(node.args) == 2 and not node.kwargs and is_number(node.args[1])
-    ):
+    if not (calls(node, "mul", "truediv", "div") and len(node.args) == 2 and not node.kwargs):
         return node, 1.0
-    factor = node.args[1] if calls(node, "mul") else 1 / node.args[1]
-    return read.step(node), factor
+    scores, factor = node.args
+    if calls(node, "mul"):
+        scores, factor = (scores, factor) if is_number(factor) else (factor, scores)
+    elif is_number(factor) and factor != 0:
+        factor = 1 / factor
+    else:
+        return node, 1.0
+    if not is_number(factor) or not isinstance(scores, Node):
+        return node, 1.0
+    read.inside.append(node)
+    return scores, factor
 
 
 def _without_cap(node: Any, read: Reading) -> tuple[Any, float]:
@@ -202,6 +209,7 @@ def _without_maximum(scores: Any, read: Reading) -> Any:
     source, highest = scores.args
     most: Any = highest.args[0] if isinstance(highest, Node) and highest.target is operator.getitem else highest
     taken = calls(most, "max", "amax") and most.args[0] is source and asked(most, "dim", 1) in (-1, 3)
+    taken = taken and asked(most, "keepdim", 2) is True  # else it is that of other queries
     if not taken or (most is not highest and highest.args[1] != 0) or (most is highest and calls(most, "max")):
         return scores
     read.inside += [scores, *{most, highest}]

@@ -1,0 +1,248 @@
+"""Attention that is written out, in every spelling by itself: it is found, or left; and always computes the same.
+
+All sizes are equal, so that dimensions taken for others would still fit.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.passes.run import family
+from tests.support.passes.traced import recognized, traced
+from tunecompile.compiler.attention_calls import attention_calls
+from tunecompile.compiler.attention_calls.written_out import read_written_out
+
+PASSES = family("document_attention", "attention")
+N, LEAST = 4, torch.finfo(torch.float32).min
+
+
+def is_found(fn, *shape) -> bool:
+    """Whether a function of q, k, v, numbers to add and places to fill is attention. Its results stay as they are."""
+    torch.manual_seed(0)
+    q, k, v, bias = (torch.randn(shape or (N,) * 4, dtype=torch.float64) for _ in range(4))
+    places = torch.ones(N, N, dtype=torch.bool).triu(1)
+    graph, _ = recognized(fn, q, k, v, bias, places, passes=PASSES, tol=1e-7)
+    return "softmax" not in str(graph)
+
+
+def scores_times_values(change):
+    """Attention whose scores are changed."""
+    return lambda q, k, v, bias, places: change(q @ k.mT, bias, places).softmax(-1) @ v
+
+
+FOUND = {
+    "scores": lambda s, bias, places: s,
+    "a factor": lambda s, bias, places: s * 0.3,
+    "a factor in front": lambda s, bias, places: 0.3 * s,
+    "a divisor": lambda s, bias, places: s / 2.5,
+    "a negative factor": lambda s, bias, places: s * -0.3,
+    "two factors": lambda s, bias, places: s * 0.3 / 2,
+    "a factor, then numbers": lambda s, bias, places: s * 0.3 + bias,
+    "numbers, then a factor": lambda s, bias, places: (s + bias) * 0.3,
+    "numbers between factors": lambda s, bias, places: (s * 0.3 + bias) / 2 + bias[:1],
+    "numbers of a row": lambda s, bias, places: s + bias[:1, :1, :, :1],
+    "numbers of three dimensions": lambda s, bias, places: s + bias[0],
+    "numbers of two dimensions": lambda s, bias, places: s + bias[0, 0],
+    "filled": lambda s, bias, places: s.masked_fill(places, LEAST),
+    "filled with infinity": lambda s, bias, places: s.masked_fill(places, float("-inf")),
+    "filled with the least of fp16": lambda s, bias, places: s.masked_fill(places, -65504.0),
+    "filled, then a factor": lambda s, bias, places: s.masked_fill(places, LEAST) * 0.3,
+    "a factor, then filled": lambda s, bias, places: (s * 0.3).masked_fill(places, LEAST),
+    "filled, then numbers": lambda s, bias, places: s.masked_fill(places, LEAST) + bias,
+    "numbers, then filled": lambda s, bias, places: (s + bias).masked_fill(places, LEAST),
+    "filled twice": lambda s, bias, places: s.masked_fill(places, LEAST).masked_fill(bias > 2, LEAST),
+    "kept": lambda s, bias, places: torch.where(~places, s, LEAST),
+    "kept, then a factor": lambda s, bias, places: torch.where(~places, s + bias, LEAST) * 0.5,
+    "kept, then numbers": lambda s, bias, places: torch.where(~places, s, LEAST) + bias,
+    "kept of a sum": lambda s, bias, places: torch.where(~places, s * 0.3 + bias, float("-inf")),
+    "less the maximum": lambda s, bias, places: s - s.max(-1, keepdim=True)[0],
+    "less the maximum, by place": lambda s, bias, places: s - s.max(dim=3, keepdim=True)[0],
+    "less the extreme": lambda s, bias, places: s - s.amax(dim=-1, keepdim=True),
+    "cast": lambda s, bias, places: (s + bias).float().double(),
+}
+LEFT = {
+    "squared": lambda s, bias, places: s**2,
+    "a truth value": lambda s, bias, places: s * True + bias.sum() * 0,
+    "a factor that is a tensor": lambda s, bias, places: s * bias,
+    "a factor of nothing": lambda s, bias, places: s.masked_fill(places, LEAST) * 0.0,
+    "a factor that turns": lambda s, bias, places: s.masked_fill(places, LEAST) * -1e-30,
+    "a number to divide": lambda s, bias, places: 2.5 / s,
+    "a difference": lambda s, bias, places: s - bias,
+    "filled with a little": lambda s, bias, places: s.masked_fill(places, -5.0),
+    "filled with too little": lambda s, bias, places: s.masked_fill(places, -65503.0),
+    "filled with much": lambda s, bias, places: s.masked_fill(places, 5.0),
+    "filled, then divided": lambda s, bias, places: s.masked_fill(places, -7e4) / 1e4,
+    "kept with a little": lambda s, bias, places: torch.where(~places, s, -5.0),
+    "put elsewhere": lambda s, bias, places: torch.where(places, LEAST, s),
+    "kept beside numbers": lambda s, bias, places: torch.where(~places, s, bias),
+    "less its least": lambda s, bias, places: s - s.min(-1, keepdim=True)[0] + 0 * bias.sum(),
+    "less the maximum of queries": lambda s, bias, places: s - s.max(-2, keepdim=True)[0],
+    "less the maximum of heads": lambda s, bias, places: s - s.amax(1, keepdim=True),
+    "less where the maximum stands": lambda s, bias, places: s - s.max(-1, keepdim=True)[1],
+    "less the maximum of others": lambda s, bias, places: s - bias.max(-1, keepdim=True)[0],
+    "less a maximum that is turned": lambda s, bias, places: s - s.amax(-1),
+    "less a maximum that is turned, by place": lambda s, bias, places: s - s.max(-1)[0],
+    "less the maximum of all": lambda s, bias, places: s - s.max(),
+    "the maximum less": lambda s, bias, places: s.amax(-1, keepdim=True) - s,
+    "whole numbers": lambda s, bias, places: s.to(torch.int32).double(),
+    "more rows": lambda s, bias, places: s[:1] + bias,
+    "of five dimensions": lambda s, bias, places: (s + bias[None])[0],
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_done_to_scores(name):
+    assert is_found(scores_times_values(FOUND[name]))
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_more_than_that(name):
+    assert not is_found(scores_times_values(LEFT[name]))
+
+
+KEYS = {
+    "mT": (lambda k: k.mT, True),
+    "transposed": (lambda k: k.transpose(-1, -2), True),
+    "transposed by names": (lambda k: k.transpose(dim0=2, dim1=3), True),
+    "permuted": (lambda k: k.permute(0, 1, 3, 2), True),
+    "permuted by a list": (lambda k: k.permute([0, 1, -1, -2]), True),
+    "heads are rows": (lambda k: k.permute(1, 0, 3, 2), True),
+    "tokens are heads": (lambda k: k.permute(0, 2, 3, 1), True),
+    "as they are": (lambda k: k + 0, False),
+    "tokens for heads": (lambda k: k.transpose(1, 2), False),
+    "width for heads": (lambda k: k.transpose(1, 3), False),
+    "twice": (lambda k: k.transpose(2, 2), False),
+    "turned": (lambda k: k.flip(-1), False),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_that_are_turned(name):
+    turn, found = KEYS[name]
+    made = is_found(lambda q, k, v, bias, places: (q @ turn(k) + bias).softmax(-1) @ v)
+    assert made == found or (made and name in ("as they are", "tokens for heads", "width for heads"))
+
+
+WEIGHTS = {
+    "last by number": (lambda s: s.softmax(3), True),
+    "a function": (lambda s: F.softmax(s, dim=-1), True),
+    "in another dtype": (lambda s: F.softmax(s, -1, dtype=torch.float32).double(), True),
+    "dropout of nothing": (lambda s: F.dropout(s.softmax(-1), 0.0), True),
+    "dropout by name": (lambda s: F.dropout(s.softmax(-1), p=0.0, training=True), True),
+    "no dropout in evaluation": (lambda s: F.dropout(s.softmax(-1), 0.5, False), True),
+    "joined and parted": (lambda s: s.flatten(0, 1).softmax(-1).view(N, N, N, N), True),
+    "over queries": (lambda s: s.softmax(2), False),
+    "over heads": (lambda s: s.softmax(1), False),
+    "of the transposed": (lambda s: s.mT.softmax(-1), False),
+    "all dropped": (lambda s: F.dropout(s.softmax(-1), 1.0), False),
+    "logarithms": (lambda s: s.log_softmax(-1), False),
+    "times two": (lambda s: s.softmax(-1) * 2, False),
+    "whole numbers": (lambda s: (s * 9).softmax(-1).to(torch.int32).double(), False),
+    "the last column is left out": (lambda s: torch.cat([s, s[..., :1]], -1).softmax(-1)[..., :-1], False),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_how_weights_are_made(name):
+    make, found = WEIGHTS[name]
+    assert is_found(lambda q, k, v, bias, places: make(q @ k.mT * 0.3) @ v) == found
+
+
+def turns(letters: str) -> list[str]:
+    return ["".join(each) for each in itertools.permutations(letters)]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_products_by_letters(seed):
+    """In any order of their dimensions; the operands of each may be exchanged."""
+    draw, found = torch.Generator().manual_seed(seed), 0
+
+    def one(of):
+        return of[int(torch.randint(len(of), (), generator=draw))]
+
+    for number in range(8):
+        queries, keys = one(turns("bhqd")), one(turns("bhkd"))
+        made, values = one(turns("bhqk") if number % 2 else ["bhqk", "hbqk"]), one(turns("bhkd"))
+        result, exchanged = one(turns("bhqd")), number > 5
+
+        def fn(q, k, v, bias, places):
+            scores = torch.einsum(f"{keys},{queries}->{made}", k, q) if exchanged else None
+            scores = torch.einsum(f"{queries}, {keys} -> {made}", q, k) if scores is None else scores
+            return torch.einsum(f"{made},{values}->{result}", [(scores * 0.3).softmax(-1), v])
+
+        found += is_found(fn)
+    assert found >= 2
+
+
+PRODUCTS = {
+    "of queries and values": lambda q, k, v: torch.einsum("bhqk,bhqd->bhkd", torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1), v),
+    "summed over heads": lambda q, k, v: torch.einsum("bhqd,bhkd->bqk", q, k).softmax(-1)[:, None] @ v,
+    "a letter twice": lambda q, k, v: torch.einsum("bhqd,bhdd->bhq", q, k)[..., None].softmax(-1) @ v[:, :, :1],
+    "of three": lambda q, k, v: torch.einsum("bhqd,bhkd,bhkd->bhqk", q, k, k).softmax(-1) @ v,
+    "width stays": lambda q, k, v: torch.einsum("bhqd,bhkd->bhqd", q, k).softmax(-1) @ v,
+    "values of other heads": lambda q, k, v: torch.einsum("bhqk,gbkd->bhqd", (q @ k.mT).softmax(-1), v),
+    "no result is named": lambda q, k, v: torch.einsum("abcd,abed", q, k).softmax(-1) @ v,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_other_products_by_letters(name):
+    assert not is_found(lambda q, k, v, bias, places: PRODUCTS[name](q, k, v))
+
+
+THREE = {
+    "bmm": (lambda q, k, v, bias: torch.bmm(torch.bmm(q, k.mT).softmax(-1), v), True),
+    "last by number": (lambda q, k, v, bias: (q @ k.transpose(1, 2)).softmax(2) @ v, True),
+    "one head": (lambda q, k, v, bias: (q @ k.mT + bias).softmax(-1) @ v, True),
+    "added first": (lambda q, k, v, bias: torch.baddbmm(bias, q, k.mT, beta=0.5, alpha=0.3).softmax(-1) @ v, True),
+    "added by names": (
+        lambda q, k, v, bias: bias.baddbmm(batch1=q, batch2=k.mT, alpha=2.0).mul(0.3).softmax(-1) @ v,
+        True,
+    ),
+    "nothing added": (lambda q, k, v, bias: torch.baddbmm(bias, q, k.mT, beta=0).softmax(-1) @ v, True),
+    "heads apart for a mask": (
+        lambda q, k, v, bias: ((q @ k.mT).view(2, 2, N, N) + bias[:2].view(2, 1, N, N)).view(N, N, N).softmax(-1) @ v,
+        True,
+    ),
+    "keys as they are": (lambda q, k, v, bias: torch.baddbmm(bias, q, k).softmax(-1) @ v, False),
+    "of pairs of rows": (lambda q, k, v, bias: (q @ k.mT + bias[:, None]).softmax(-1) @ v, False),
+    "over queries": (lambda q, k, v, bias: torch.bmm(q, k.mT).softmax(1) @ v, False),
+    "rows for tokens": (lambda q, k, v, bias: (q @ k.transpose(0, 1)).softmax(-1) @ v, False),
+}
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_attention_of_three_dimensions(name):
+    fn, found = THREE[name]
+    assert is_found(lambda q, k, v, bias, places: fn(q, k, v, bias), N, N, N) == found
+
+
+def test_what_is_read_of_it():
+    """Terms first to last, with the factors that come after them, and everything between operands and result."""
+
+    def fn(q, k, v, bias, places):
+        scores = (q @ k.mT * 0.5 + bias).masked_fill(places, LEAST) * 0.25
+        return torch.where(~places, scores, LEAST).softmax(-1) @ v
+
+    places, four = torch.zeros(N, N, dtype=torch.bool), [torch.randn(N, N, N, N) for _ in range(4)]
+    graph = traced(fn, *four, places).graph
+    inputs = dict(zip("qkvbp", graph.find_nodes(op="placeholder")))
+    (node,) = graph.output_node().all_input_nodes
+    found = read_written_out(node)
+    call, (first, second, third) = found.arguments, found.terms
+    assert (call.query, call.key, call.value) == (inputs["q"], inputs["k"], inputs["v"])
+    assert (call.scale, call.mask, call.sinks, call.softcap, call.dropout, call.causal) == (
+        0.125,
+        None,
+        None,
+        0,
+        0,
+        False,
+    )
+    assert (first.mask, first.fill, first.factor, first.keeps, first.joined) == (inputs["b"], None, 0.25, False, False)
+    assert (second.mask, second.fill, second.factor, second.keeps) == (inputs["p"], LEAST, 0.25, False)
+    assert (third.fill, third.factor, third.keeps) == (LEAST, 1.0, True) and found.heads == 0
+    assert len(found.inside) == 8 and node not in found.inside and not found.returned
+    assert not attention_calls(graph)
