@@ -301,12 +301,10 @@ def leaves_apart(func: Any, args: tuple, kwargs: dict, given: Sequence[Tensor], 
 
 def _is_row_wise(left: Tensor, right: Tensor) -> bool:
     """Whether a product sums over no tokens, and over no rows."""
-    a, b, batched = tokens_of(left), tokens_of(right), left.dim() == 3
+    a, b = tokens_of(left), tokens_of(right)
     if _has_rows_behind(right) or (_has_rows_behind(left) and left.shape[-1] == 1):
         return False
-    if a == [left.dim() - 1] or b == [right.dim() - 2]:
-        return False
-    return not (a and b) or (batched and a == b == [0])
+    return not (a and b) or a == b == [0]
 
 
 def _before(tensor: Tensor) -> int:
