@@ -117,6 +117,16 @@ REASONS = {
         "a loop in it runs over a list whose length changes ({detail}), and would be a graph of its length",
         "Nothing, or replace the loop by an operation on one tensor, if it is your code.",
     ),
+    "loop-over-tokens": NoteKind(
+        "a loop at {subject} goes from token to token, and would be compiled to operations for each, anew for every "
+        "length",
+        "Use transformers' own class of this model, whose loops are known, or a function that computes whole chunks.",
+    ),
+    "loop-over-chunks": NoteKind(
+        "the number of passes through a loop at {subject} depends on the length, and it is compiled for rows of "
+        "{length} tokens alone",
+        "Pack or pad to one length, or use transformers' own class of this model, whose loops are known.",
+    ),
     "too-many-nodes": NoteKind(
         "its graph has {count} nodes, more than {limit} (a loop over chunks or time steps, say)",
         "Set TUNECOMPILE_NODES to a larger number to compile it all the same.",

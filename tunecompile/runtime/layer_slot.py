@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +92,8 @@ class LayerSlot:
             return call_original(self.layer, *args, **kwargs)
         if self.step.makes_cache:
             args, kwargs = without_cache(args, kwargs)
+        if self._loops(args, kwargs):
+            return call_original(self.layer, *args, **kwargs)
         found = self.padding.batch_of(self.layer, args, kwargs) if self.padding is not None else None
         if found is None:
             return self._run_as(mode, *self._with_masks(args, kwargs))
@@ -181,6 +184,23 @@ class LayerSlot:
             why = note("context-parallel-attention")
         self.region.refused.update([why] if why else [])
         return bool(why)
+
+    def _loops(self, args: tuple, kwargs: dict) -> bool:
+        """Whether its own code has a loop over tokens, which cannot be compiled in reasonable time.
+
+        Raises:
+            NotTokenWise: layers before it have left out what stands at padding, which its loop would read.
+        """
+        why = self.region.loops.refuse(
+            self.layer, functools.partial(call_original, self.layer), args, kwargs, new=not in_backward()
+        )
+        if why is None:
+            return False
+        running = None if self.padding is None else self.padding.running
+        if running is not None and running.drops and not in_backward():
+            raise NotTokenWise(note("runs-eagerly"))
+        self.region.refused[why] += 1
+        return True
 
     def _look_around(self) -> None:
         """At the first step, when adapters are in place and devices are chosen."""

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 from tunecompile.compiler.backend import Backend, CompiledAs, Executor
 from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.integrations.kernel_functions import TokenLoops
 from tunecompile.integrations.packed_experts.stacks import guards_of_all
 from tunecompile.notes import Note
 from tunecompile.planner.solver import Plan
@@ -51,6 +52,7 @@ class Region:
     backends: dict[Plan | str, Backend] = field(default_factory=dict)
     variants: dict[tuple[Plan | str, CallKind], Variant] = field(default_factory=dict)
     sizes: DynamicShapes = field(default_factory=DynamicShapes)
+    loops: TokenLoops = field(default_factory=TokenLoops)
     classes: ClassWatch = field(default_factory=ClassWatch)  #: of the modules in its layers
     bypassed: bool = False
     in_tower: bool | None = None  #: whether layers of its owner may be told where images begin; None: not known yet

@@ -9,6 +9,7 @@ from tunecompile.integrations.kernel_functions.bounds import BOUNDS, forks_in, t
 from tunecompile.integrations.kernel_functions.fork import Fork
 from tunecompile.integrations.kernel_functions.meanings import BOUNDARIES, DOCUMENTS
 from tunecompile.integrations.kernel_functions.substitute import Substitution, knows_documents, substitute
+from tunecompile.integrations.kernel_functions.token_loops import TokenLoops
 
 __all__ = [
     "BOUNDARIES",
@@ -16,6 +17,7 @@ __all__ = [
     "DOCUMENTS",
     "Fork",
     "Substitution",
+    "TokenLoops",
     "forks_in",
     "knows_documents",
     "substitute",
