@@ -7,6 +7,7 @@ loss of its own from hidden states, at any position; and after a call that faile
 from __future__ import annotations
 
 import functools
+import inspect
 from types import FrameType
 from typing import Any
 
@@ -49,6 +50,20 @@ def labels_are_given() -> bool:
     return any(
         _takes_labels(frame) is not None and isinstance(frame.f_locals.get("labels"), Tensor) for frame in under_way()
     )
+
+
+def given_beside() -> dict[str, Any]:
+    """Arguments without a parameter of their own (`**kwargs`) that the forward which takes labels was given.
+
+    Some models keep them from their layers.
+    """
+    for frame in under_way():
+        if _takes_labels(frame) is not None:
+            code = frame.f_code
+            place = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+            named = code.co_varnames[place] if code.co_flags & inspect.CO_VARKEYWORDS else ""
+            return dict(frame.f_locals.get(named) or {})
+    return {}
 
 
 def _trusted(frame: FrameType, model: nn.Module) -> tuple[Tensor | None, Note | None, nn.Module | None]:

@@ -18,6 +18,11 @@ NOTES = {
         "Give the model cu_seq_lens_q with each packed batch, which has one row (DataCollatorWithFlattening of "
         "transformers does, with return_flash_attn_kwargs=True): states and convolutions begin anew there.",
     ),
+    "bounds-not-handed-on": NoteKind(
+        "states of {subject} cross from one packed sequence to the next: the model's own code tells its layers nothing "
+        "of where sequences begin",
+        "Give this model padded batches, a row a sequence: padding is removed before the layers.",
+    ),
     "attention-outside": NoteKind(
         "attention runs outside of the compiled graphs: context_parallel sends keys and values around"
     ),
@@ -57,6 +62,10 @@ REASONS = {
         "the model lets their sequences see each other, as transformers does where a cache is made "
         "(model.config.use_cache = False makes none)",
         "Set model.config.use_cache = False, if the sequences should be independent.",
+    ),
+    "no-mask-of-sequences": NoteKind(
+        "the model's own code gives attention no mask of them, so that it crosses from one sequence to the next",
+        "Give this model padded batches, a row a sequence: padding is removed before the layers.",
     ),
     "masks-not-understood": NoteKind("its masks are not understood"),
     "logits-read": NoteKind(

@@ -96,6 +96,8 @@ class LayerSlot:
             return call_original(self.layer, *args, **kwargs)
         found = self.padding.batch_of(self.layer, args, kwargs) if self.padding is not None else None
         if found is None:
+            if self.padding is not None:
+                kwargs = self.padding.with_bounds(self.layer, kwargs)
             return self._run_as(mode, *self._with_masks(args, kwargs))
         flat, mask = found
         keep = not in_backward() and not in_checkpoint()

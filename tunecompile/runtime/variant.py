@@ -31,13 +31,13 @@ from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUME
 from tunecompile.notes import note
 from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
 from tunecompile.runtime.met_graph import MetGraph, also_watching, meet
-from tunecompile.runtime.unpad.flat_batch import OFFSETS, with_document_mask
+from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, OFFSETS, with_document_mask
 from tunecompile.runtime.unpad.image_bounds import IMAGE_BOUNDS, IMAGE_OFFSETS, LONGEST_IMAGE, without_bounds
 
 
 def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     told = kwargs
-    if LONGEST_IMAGE in told:
+    if LONGEST_IMAGE in told or BOUNDS_BESIDE in told:
         kwargs = without_bounds(told)
     if (
         not torch.compiler.is_dynamo_compiling()
@@ -51,7 +51,7 @@ def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if LONGEST_IMAGE in told:
         return _by_bounds(layer, told, args, kwargs)
     if offsets is None:
-        offsets = _given_bounds(args, kwargs)
+        offsets = _given_bounds(args, told)
     if offsets is None:
         return call_original(layer, *args, **kwargs)
     DOCUMENTS.offsets = offsets
@@ -63,7 +63,8 @@ def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _given_bounds(args: tuple, kwargs: dict) -> torch.Tensor | None:
     """Where documents of a packed row begin, as a collator says. Few models hand it on to all that needs it."""
-    hidden, bounds = args[0] if args else kwargs.get("hidden_states"), kwargs.get(BOUNDARIES)
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    bounds = kwargs.get(BOUNDARIES, kwargs.get(BOUNDS_BESIDE))
     if isinstance(hidden, torch.Tensor) and isinstance(bounds, torch.Tensor) and hidden.shape[0] == 1:
         return bounds
     return None

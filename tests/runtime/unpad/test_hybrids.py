@@ -128,3 +128,21 @@ def test_padding_between_tokens_stays(pair):
     batch["labels"][0, 3:5] = -100
     assert_close(zoo.step(model, batch), zoo.step(reference, batch), **LIMITS)
     assert find(model, "padding-kept", reason="row-interrupted")
+
+
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("mamba", marks=pytest.mark.slow)])
+def test_bounds_that_a_model_keeps_from_its_layers(family):
+    """Mamba's code for the loss hands nothing on: states cross in eager, and where no bounds are given."""
+    reference = hybrids.make(family, torch.float32, num_hidden_layers=2)
+    model = optimized(copy.deepcopy(reference))
+    row, rows = documents(5, 21, 1, 10)
+    assert_close(zoo.step(model, row), zoo.step(reference, rows), limit=1e-3, floor=1e-3)
+    assert told_apart(model) == 1 and not has(model, "bounds-not-handed-on")
+
+
+@pytest.mark.slow
+def test_a_model_that_knows_positions_alone_and_keeps_them_from_its_layers():
+    reference = hybrids.make("mamba2", torch.float32, num_hidden_layers=2)
+    model, batch = optimized(copy.deepcopy(reference)), packed((5, 21, 10))
+    assert_close(zoo.step(model, batch), zoo.step(reference, batch), limit=1e-3, floor=1e-3)
+    assert has(model, "bounds-not-handed-on", subject="Mamba2Block") and not has(model, "packing-kept")

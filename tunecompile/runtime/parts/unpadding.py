@@ -11,7 +11,8 @@ from tunecompile.notes import Note, note
 from tunecompile.runtime.find_layers import LayerStack
 from tunecompile.runtime.model_state import Part, State
 from tunecompile.runtime.parts.loss_head import unused_heads
-from tunecompile.runtime.unpad.unpad import OwnerSlot, Unpadding
+from tunecompile.runtime.unpad.owner_slot import OwnerSlot
+from tunecompile.runtime.unpad.unpad import Unpadding
 
 
 class PaddingRemoval(Part):

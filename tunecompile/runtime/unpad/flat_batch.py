@@ -20,6 +20,8 @@ LONGEST = "longest_document"  #: a tensor [L, 0], read for its size alone: an in
 WINDOW = "document_window"
 MASKS = "document_masks"  #: positions and names of the arguments that are the mask
 ADDED = "document_mask_added"  #: the dtype in which the mask is added to scores, as a text; empty where it is of bools
+#: int [S + 1]: where documents of a packed row begin, as the model was told, whose code keeps it from its layers
+BOUNDS_BESIDE = "document_bounds"
 _OURS = (OFFSETS, LONGEST, WINDOW, MASKS, ADDED)
 
 #: what collators tell other attention of boundaries; ours has them from the mask

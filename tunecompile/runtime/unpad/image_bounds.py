@@ -12,11 +12,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tunecompile._torch.dynamo import mark_dynamic
 from tunecompile.integrations.kernel_functions import Fork, forks_in, takes_bounds
 from tunecompile.ir.op import HALF
+from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE
 
 IMAGE_BOUNDS = "image_bounds"  #: int [images + 1]; the same tensor that the layer is given under its own name
 IMAGE_OFFSETS = "image_offsets"  #: int32 [images + 2], the same with an empty image behind them
 LONGEST_IMAGE = "longest_image"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
-_OURS = (IMAGE_BOUNDS, IMAGE_OFFSETS, LONGEST_IMAGE)
+_OURS = (IMAGE_BOUNDS, IMAGE_OFFSETS, LONGEST_IMAGE, BOUNDS_BESIDE)
 ROUNDED = 128  #: every new size may cost a recording
 
 

@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from tunecompile._torch.autograd import in_backward, in_checkpoint, others_trace
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.token_wise import NotTokenWise
-from tunecompile.integrations.kernel_functions import knows_documents
-from tunecompile.integrations.transformers import gives_cache, is_cache
+from tunecompile.integrations import loss_caller
+from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
+from tunecompile.integrations.transformers import gives_cache
 from tunecompile.notes import Note, note
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
 from tunecompile.runtime.unpad.documents import windows_of
-from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
 from tunecompile.runtime.unpad.given_masks import is_given, mask_in, padding_in
 from tunecompile.runtime.unpad.pair_masks import MaskRecorder, compiled_parts, identity, recorder_for, version
 from tunecompile.runtime.unpad.presume import Presumed, Presumptions
@@ -45,6 +46,7 @@ class OwnerCall:
     """The owner's call that is under way."""
 
     given: dict[str, Any]  #: its arguments by name
+    beside: dict[str, Any] | None = None  #: what the model was given and may keep from it; None: not known yet
     refused: Note | None = None  #: why nothing is flattened in it
     keeps_padding: Note | None = None  #: why nothing at padding is left out in it
     drops: bool = False  #: whether hidden states at padding were left out
@@ -176,7 +178,7 @@ class Unpadding:
             self.whole += call.whole
         if not call.decided:
             self._tell_of_call(call)
-        call.given = {}  # what was decided of its masks lives on
+        call.given, call.beside = {}, {}  # what was decided of its masks lives on
         return output
 
     @contextlib.contextmanager
@@ -223,6 +225,25 @@ class Unpadding:
             raise NotTokenWise(decision.reason or note("masks-not-understood"))  # it would read zeros at padding
         return None if decision.flat is None else (decision.flat, mask)
 
+    def with_bounds(self, layer: nn.Module, kwargs: dict) -> dict:
+        """A layer's arguments, with the bounds of documents that the model was given and kept from its layers.
+
+        (A checkpoint of the user's would repeat the layer without knowing.)
+        """
+        call = self.running
+        if call is None or BOUNDARIES in call.given or not knows_documents(layer) or in_backward() or in_checkpoint():
+            return kwargs
+        bounds = self._beside(call).get(BOUNDARIES)
+        if BOUNDARIES in kwargs or not isinstance(bounds, Tensor):
+            return kwargs
+        call.packs = True
+        return {**kwargs, BOUNDS_BESIDE: bounds}
+
+    def _beside(self, call: OwnerCall) -> dict[str, Any]:
+        if call.beside is None:
+            call.beside = loss_caller.given_beside()
+        return call.beside
+
     def _follows_rows(self, layer: nn.Module) -> bool:
         """Whether a layer without any mask, an MLP alone, say, comes behind one that had a mask [B, T].
 
@@ -266,16 +287,16 @@ class Unpadding:
             call.packs |= not decision.flat.drops and not decision.flat.whole
             call.whole |= decision.flat.whole
             if not (decision.flat.whole or decision.flat.drops or call.given.get("cu_seq_lens_q") is not None):
-                self._tell_of_states()
+                self._tell_of_states("states-cross-documents")
             self.flat |= decision.flat.drops
         elif decision.reason is not None:
             self._note(decision.reason, decision.batches)
         return decision
 
-    def _tell_of_states(self) -> None:
-        """Note that states cross from document to document in layers that are given no mask."""
+    def _tell_of_states(self, code: str) -> None:
+        """Note that states cross from document to document, where layers could keep them apart."""
         if kind := next((type(layer).__name__ for layer in self.members() if knows_documents(layer)), None):
-            self.notes[note("states-cross-documents", kind)] = None
+            self.notes[note(code, kind)] = None
 
     def _why_others_read_padding(self) -> Note | None:
         """Whether a layer that is not compiled by us is among those of the call: it would read zeros at padding."""
@@ -291,20 +312,28 @@ class Unpadding:
         """Note why a batch with padding, or several documents in a row, stays as it is. A host read, so only for the
         first batches.
         """
+        beside = self._beside(call)
         mask, positions = call.given.get("attention_mask"), call.given.get("position_ids")
         if isinstance(mask, Tensor) and mask.dim() == 2:
             whole, code = mask != 0, PADDED
-        elif mask is None and isinstance(positions, Tensor) and positions.dim() == 2:
+        elif mask is None and isinstance(positions := beside.get("position_ids", positions), Tensor):
             whole, code = positions.diff() == 1, PACKED
         else:
             return
-        if not self.looks:
-            return
-        self.looks -= 1
-        if not bool(whole.all()):
-            self._note(
-                call.refused or note("no-mask-in-layers" if code == PADDED else "sequences-see-each-other"), code
-            )
+        if self.looks and whole.dim() == 2:
+            self.looks -= 1
+            if not bool(whole.all()):
+                self._tell_why_kept(call, code, beside)
+
+    def _tell_why_kept(self, call: OwnerCall, code: str, beside: dict[str, Any]) -> None:
+        if code == PACKED and BOUNDARIES not in call.given and not call.packs:
+            kept = "position_ids" in beside and "position_ids" not in call.given
+            self._tell_of_states("bounds-not-handed-on" if kept else "states-cross-documents")
+        if code == PADDED or "position_ids" in call.given:
+            given = call.given.get(BOUNDARIES) is not None and call.given.get("use_cache") is False
+            packed = "no-mask-of-sequences" if given else "sequences-see-each-other"
+            reason = note("no-mask-in-layers" if code == PADDED else packed)
+            self._note(call.refused or reason, code)
 
     def refuse(self, reason: Note, batches: str = PADDED) -> None:
         """From now on every batch runs as it comes."""
@@ -364,30 +393,3 @@ def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bo
     asked = kwargs.get("use_cache")
     caches = getattr(getattr(owner, "config", None), "use_cache", True) if asked is None else asked
     return not caches and not gives_cache(kwargs) and len(args) < 3
-
-
-class OwnerSlot:
-    """The slot of the owner, which calls of it run."""
-
-    def __init__(self, padding: Unpadding):
-        self.padding = padding
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self.padding.owner
-        if not owner.training or others_trace() or in_backward():  # a checkpoint repeats the owner's call
-            return call_original(owner, *args, **kwargs)
-        if not torch.is_grad_enabled():
-            return self.padding.score(args, kwargs)
-        recovery = self.padding.step.recovery
-        if recovery is None:
-            output = self.padding.call(args, kwargs)
-        else:
-            output = recovery.attempt(lambda: self.padding.call(args, kwargs), restarts=True)
-        return _without_cache(output) if self.padding.step.makes_cache else output
-
-
-def _without_cache(output: Any) -> Any:
-    """A model's output without the cache that it made: layers left it empty."""
-    if not hasattr(output, "items") or not any(map(is_cache, output.values())):
-        return output
-    return type(output)(**{name: value for name, value in output.items() if not is_cache(value)})
