@@ -120,10 +120,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     bf16, steps = device == "cuda", UNTIMED + given.steps
     job = Job(
         system=given.systems,
-        model=given.folder if about.engine == "unsloth" else given.model,
+        model=given.folder,  # loaded as users load one: trainers ask whether it is in 4 bits
         dtype="bfloat16" if bf16 else "float32",
         device=device,
-        layers=given.layers,
     )
     random.seed(0)
     model = models.apply_system(models.load_model(job), job)
@@ -171,7 +170,6 @@ def run(given: argparse.Namespace, trainer: str, name: str, folder: str, deadlin
     """The row of one system and trainer, from a process of its own; there are so many cases in all."""
     command = [sys.executable, __file__, "--model", given.model, "--trainers", trainer, "--systems", name]
     command += ["--steps", str(given.steps), "--folder", folder, "--out", str(given.out)]
-    command += ["--layers", str(given.layers)] if given.layers else []
     with open(given.logs / f"{trainer}-{name}.log", "w", encoding="utf-8") as log:
         left = deadline - time.monotonic()
         if left < LEAST:
@@ -202,7 +200,7 @@ def main() -> int:
     import torch
 
     from tunecompile.cli.compare.machine import header
-    from tunecompile.cli.compare.shapes import save_shape_model, save_tiny_tokenizer
+    from tunecompile.cli.compare.shapes import save_shape_model
 
     given.logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
     given.logs.mkdir(parents=True, exist_ok=True)
@@ -211,12 +209,10 @@ def main() -> int:
     result: dict[str, Any] = {**header(), "runs": []}
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        if any(system(name).engine == "unsloth" for name in names):
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            save_shape_model(given.model, folder, seed=0, device=device, layers=given.layers, quantise=True)
-            if device == "cuda":
-                torch.cuda.empty_cache()
-        save_tiny_tokenizer(Path(folder))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        save_shape_model(given.model, folder, seed=0, device=device, layers=given.layers, quantise=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()
         for order, (trainer, name) in enumerate(cases):
             about = {"system": name, "model": given.model, "mode": "qlora", "trainer": trainer, "order": order}
             about |= {"shape": shape_of(trainer), "checkpointing": bool(system(name).checkpointing), "budget_gib": None}
