@@ -8,6 +8,7 @@ import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from tunecompile.compiler.attention_calls import AttentionArguments, attention_calls, document_mask_of
@@ -42,7 +43,8 @@ def run(graph: Graph, context: Context) -> None:
 def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> str | None:
     offsets, longest, _, window, *rest = mask.args
     causal = rest[0] if rest else True
-    dtype, width = value(node).dtype, value(call.query).shape[-1]
+    dtype, width, made_wide = value(node).dtype, value(call.query).shape[-1], value(call.value).shape[-1]
+    joint = max(width, made_wide)
     softcap = float(call.softcap)
     casts = value(call.query).dtype != dtype
     scale = width**-0.5 if call.scale is None else call.scale
@@ -50,7 +52,10 @@ def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> 
     def by_documents(query: Any, key: Any, value: Any, offsets: Any, longest: Any, sinks: Any) -> Any:
         rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
         rows = [x.to(dtype) for x in rows] if casts else rows  # as autocast would
+        # zeros change neither scores nor results
+        rows = [x if w == joint else F.pad(x, (0, joint - w)) for x, w in zip(rows, (width, width, made_wide))]
         made = varlen_attention(*rows, offsets, longest, scale, window, sinks, causal, softcap)[0]
+        made = made if made_wide == joint else made[..., :made_wide]
         return made.transpose(0, 1).unsqueeze(0)
 
     heads = [unrepeated(key) for key in (call.key, call.value)]

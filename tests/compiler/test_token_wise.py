@@ -93,12 +93,19 @@ class Averaged(torch.autograd.Function):
         return grad / ctx.tokens
 
 
+def _numbers(x):
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
 APART = {
     "a function of autograd": lambda x: Frozen.apply(x * TRAINED),
     "linear": lambda x: F.linear(x, LINEAR) @ LINEAR,
     "norm": lambda x: F.rms_norm(x, (WIDTH,)) + F.layer_norm(x, (WIDTH,)),
     "softmax over the width": lambda x: x.softmax(-1) * x.mean(-1, keepdim=True),
     "attention": lambda x, m: joined(attention(x, m)),
+    "attention of narrow values": lambda x, m: joined(
+        F.scaled_dot_product_attention(split(x), split(x), split(x)[..., :2], m)
+    ),
     "all of the mask": lambda x, m: joined(attention(x, m[:, :, :, : x.shape[1]])),
     "rows and back": lambda x: (x.view(-1, WIDTH) @ LINEAR).view(x.shape),
     "heads as rows": lambda x: (x.reshape(-1, WIDTH // HEADS) * 2).view(x.shape),
@@ -106,6 +113,7 @@ APART = {
     "all of it": lambda x: x[:, :, :] + x[:],
     "as many as there are, from behind": lambda x: x[:, -x.shape[1] :],
     "sizes of shapes": lambda x: x.reshape(x.shape[0], x.shape[1], 3, 4).view(x.shape[0], -1, WIDTH),
+    "complex numbers": lambda x: torch.view_as_real(_numbers(x) * _numbers(x).sum(-1, True)).flatten(2),
     "halves": lambda x: torch.cat([x[..., 6:], -x[..., :6]], -1),
     "a table": lambda x: F.embedding((x.sum(-1) > 0).long(), TABLE),
     "experts' scores": lambda x: x.topk(2, -1).values.sum(-1, keepdim=True) * x,
@@ -126,6 +134,10 @@ MIXED = {
     "scores by the length": lambda x, m: joined(attention(x, m, scale=1 / x.shape[1])),
     "filled with the length": lambda x: x + x.new_full((1,), x.shape[1]),
     "other code for long rows": lambda x: x * 2 if x.shape[1] > 4096 else x,
+    "complex numbers, over tokens": lambda x: torch.view_as_real(_numbers(x) * _numbers(x)[:, :1]).flatten(2),
+    "complex numbers of two tokens": lambda x: torch.view_as_real(
+        torch.view_as_complex(x.unflatten(1, (-1, 2)).transpose(2, 3).contiguous())
+    ).reshape(x.shape),
     "mean over tokens": lambda x: x - x.mean(1, keepdim=True),
     "mean over all": lambda x: x * x.mean(),
     "extremes": lambda x: x / x.abs().max(),
@@ -179,7 +191,6 @@ def test_the_operation_and_its_line_are_named():
     "layer, code",
     [
         (lambda x, m: joined(attention(x, m, dropout_p=0.1)), "attention-dropout"),
-        (lambda x, m: joined(F.scaled_dot_product_attention(split(x), split(x), split(x)[..., :2], m)), "value-width"),
         (lambda x: (x, x.view(-1, WIDTH)), "output-holds-more"),
     ],
 )

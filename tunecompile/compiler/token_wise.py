@@ -58,14 +58,13 @@ def not_by_documents(call: AttentionArguments) -> Note | None:
         return note("attention-dropout") if call.dropout else note("own-mask")
     if not all(isinstance(x, Tensor) and x.dim() == 4 and x.shape[0] == 1 for x in (q, k, v)):
         return note("own-mask")
-    if v.shape[-1] != q.shape[-1]:
-        return note("value-width")
     if not isinstance(call.scale, (int, float, type(None))):
         return note("attention-argument", "", "a scale that is a tensor")
     if on_gpu(q):
         half = q.dtype in HALF or torch.is_autocast_enabled(q.device.type)
-        flash = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and not call.softcap
-        if not half or not (flash or (has_triton() and 16 <= q.shape[-1] <= 512)):
+        width = max(q.shape[-1], v.shape[-1])
+        flash = width % 8 == 0 and width <= 256 and not call.softcap
+        if not half or not (flash or (has_triton() and 16 <= width <= 512)):
             return note("no-unpadded-kernel")
     return None
 
@@ -152,7 +151,8 @@ class _Reader(Interpreter):
             raise NotTokenWise(note("own-mask"))
         kind = call.query.device.type
         casts = torch.is_autocast_enabled(kind) and call.query.dtype != torch.float64
-        return torch.empty_like(call.query, dtype=torch.get_autocast_dtype(kind) if casts else None)
+        like = call.query[..., :1].expand(*call.query.shape[:-1], call.value.shape[-1])
+        return torch.empty_like(like, dtype=torch.get_autocast_dtype(kind) if casts else None)
 
     def _look_at_outputs(self, node: Node) -> None:
         for made in tree_leaves(self.map_nodes_to_values(node.args[0], node)):
@@ -257,7 +257,7 @@ _ALIKE = _names(
     "clone _to_copy contiguous alias detach lift_fresh native_dropout bernoulli bernoulli_ dropout",
     "copy_ fill_ zero_ masked_fill masked_fill_ where _conj silu gelu",
 )
-_RESHAPED = _names("view _unsafe_view reshape unsqueeze squeeze unflatten flatten")
+_RESHAPED = _names("view _unsafe_view reshape unsqueeze squeeze unflatten flatten view_as_complex view_as_real")
 _MOVED = _names("permute transpose t expand select slice split split_with_sizes unbind cat stack")
 _ALONG = _names(
     "sum mean amax amin max min var std var_mean argmax argmin any all prod logsumexp cumsum cumprod topk sort argsort",

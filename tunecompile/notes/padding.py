@@ -109,7 +109,6 @@ REASONS = {
     ),
     "own-mask": NoteKind("its layers make a mask of their own"),
     "attention-dropout": NoteKind("it has dropout in attention", "Set attention_dropout = 0 in the model's config."),
-    "value-width": NoteKind("the heads of values are not as wide as those of queries"),
     "attention-argument": NoteKind("its attention takes {detail}"),
     "output-holds-more": NoteKind("its output holds more than hidden states"),
 }

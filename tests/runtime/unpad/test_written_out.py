@@ -36,6 +36,9 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
         pytest.param("granite", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param("phi3", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param("olmo2", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
+        pytest.param(  # values narrower than queries
+            "deepseek_v3", {"attn_implementation": "eager", "first_k_dense_replace": 2}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_padded_packed_and_full(family, more):
