@@ -171,6 +171,22 @@ EAGER_EXPERTS: dict[str, Row] = {
 }
 
 
+HEARS = LLAMA | {"lora": (13, 13), "grouped_linear": (7, 7), "layer_norm": (2, 2), "add_layer_norm": (1, 1)}
+#: models of speech under adapters on encoder and decoder: by the names of `tests.support.models.speech`
+SPEECH: dict[str, Row] = {
+    "whisper": {
+        "linear_cross_entropy": (1, 1),
+        "lora": (16, 16),
+        "grouped_linear": (4, 4),
+        "layer_norm": (5, 5),
+        "add_layer_norm": (3, 3),
+    },
+    "voxtral": HEARS,
+    "qwen2_audio": HEARS | {"linear_cross_entropy": (1, 0)},  # its loss takes rows out of the logits
+    "qwen2_5_omni": HEARS | {"document_attention": (1, 1)},
+}
+
+
 def experts_run_eagerly() -> bool:
     """Whether torch refuses grouped products in fp32, and transformers has no op of its own for them yet."""
     return installed("transformers") < (5, 3) and GROUPED_MM_IN_FP32.present
