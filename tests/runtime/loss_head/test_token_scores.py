@@ -73,6 +73,21 @@ def test_logits_are_made_once_under_a_frozen_head(trained, again, monkeypatch):
     assert once == 4 and len(made) - once == again, "13 rows, 4 at a time"
 
 
+@pytest.mark.parametrize(
+    "trained, grad_mode, ahead", [((1, 0, 0), True, True), ((0, 0, 0), True, False), ((1, 0, 0), False, False)], ids=str
+)
+def test_gradients_are_made_ahead_where_one_is_wanted(trained, grad_mode, ahead, monkeypatch):
+    """Of chunks of the vocabulary's size."""
+    asked, sizes, inner = [], [], module._statistics
+    monkeypatch.setattr(module, "_statistics", lambda *given: asked.append(given[5]) or inner(*given))
+    monkeypatch.setattr(module, "chunk_rows", lambda vocabulary: sizes.append(vocabulary) or 100)
+    *tensors, labels = problem(masked="none")
+    tensors = [t.requires_grad_(bool(flag)) for t, flag in zip(tensors, trained)]
+    with torch.set_grad_enabled(grad_mode):
+        token_scores(*tensors, labels, 1.0, 0.0, ())
+    assert asked == [ahead] and sizes == [tensors[1].shape[0]] != [tensors[1].shape[1]]
+
+
 def test_the_first_of_equal_logits_is_the_top():
     hidden, weight = torch.ones(3, 1), torch.tensor([[0.0], [2.0], [2.0], [1.0]])
     _, values = token_scores(hidden, weight, None, torch.tensor([1, 2, 3]), 1.0, 0.0, ["is_top1"])

@@ -6,7 +6,6 @@ zero."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -73,11 +72,12 @@ def _hook_of_fabric(recipe: Logits, given: Callable, checks: bool) -> Any:
 
 
 def _later(recipe: Logits, given: Callable) -> RemovableHandle:
-    """Register a hook if the logits are computed after all."""
+    """Register a hook if the logits are computed after all, and the hook is still there."""
     if recipe.real is not None:
         return recipe.real.register_hook(given)
-    recipe.hooks.append(given)
-    return RemovableHandle(OrderedDict())
+    handle = RemovableHandle(recipe.hooks)
+    recipe.hooks[handle.id] = given
+    return handle
 
 
 @handles(RECORD, Tensor.retain_grad)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +64,8 @@ class Logits:
     path: tuple[LogitStep, ...] = ()  #: from the first tensor of the memory
     seen: int = 0  #: of the memory's writes, which `steps` have
     real: Tensor | None = None
-    hooks: list[Callable] = field(default_factory=list)  #: to be registered if the logits are computed after all
+    #: to be registered if the logits are computed after all, by the numbers of their handles
+    hooks: OrderedDict[int, Callable] = field(default_factory=OrderedDict)
     made_at: int = 0  #: version of the real logits when they were computed
     line: tuple[GradientProbe, ...] = field(init=False, default_factory=lambda: (GradientProbe(),))
 
@@ -78,8 +81,8 @@ class Logits:
                 self._write(real)
             if self.late and real.requires_grad:
                 real.register_hook(_refuse_gradient)
-            for hook in self.hooks:
-                real.register_hook(hook)
+            for number in self.hooks:
+                real.register_hook(functools.partial(_call_hook, self.hooks, number))
         if not real.is_inference():  # an inference tensor is of no use to a later loss
             self.real, self.made_at, self.before = real, real._version, None
         return real
@@ -191,6 +194,11 @@ class Logits:
 
 def _refuse_gradient(grad: Tensor) -> None:
     raise RuntimeError("what logits are made of has been modified by an inplace operation before they were read")
+
+
+def _call_hook(hooks: OrderedDict[int, Callable], number: int, grad: Tensor) -> Tensor | None:
+    """A hook that was not removed since."""
+    return hooks[number](grad) if number in hooks else None
 
 
 CASTS = {Tensor.float, Tensor.to, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}
