@@ -21,6 +21,11 @@ def padded(
     return {key: value.to(device) for key, value in {**batch, "attention_mask": mask.long(), "labels": labels}.items()}
 
 
+def lengths_mask(*lengths: int, length: int = 6) -> torch.Tensor:
+    """1 at the tokens of rows of these lengths, 0 at the padding behind them."""
+    return (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
+
+
 def packed(*rows: tuple[int, ...], seed: int = 0, vocabulary: int = 256) -> dict:
     """Rows of sequences of these lengths. No loss crosses from one to the next."""
     lengths = [sum(row) for row in rows]

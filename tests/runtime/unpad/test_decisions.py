@@ -1,0 +1,318 @@
+"""Decisions about padding, one function at a time: labels, arguments, presumptions, scores. No model runs."""
+
+import types
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.batches import lengths_mask
+from tests.support.notes import codes
+from tunecompile.integrations import loss_caller
+from tunecompile.runtime.step import Step
+from tunecompile.runtime.unpad import decision as deciding
+from tunecompile.runtime.unpad import owner_slot
+from tunecompile.runtime.unpad import presume as presuming
+from tunecompile.runtime.unpad import unpad as module
+from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, UnpadDecision, decide
+from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_padding, windows_of
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.given_masks import is_given, mask_in, padding_in
+from tunecompile.runtime.unpad.presume import AFTER, SURPRISES, Presumptions
+from tunecompile.runtime.unpad.unpad import LastCall, OwnerCall, Unpadding, scores
+
+# -- masks ---------------------------------------------------------------------------------------------------------------
+
+
+def test_labels_at_padding_are_seen():
+    """Behind a row by a loss that shifts labels, and in it."""
+    mask = lengths_mask(4, 6)
+    labels = torch.where(mask.bool(), 1, -100)
+    assert not read_padding(mask, labels).labelled and not read_padding(mask, None).labelled
+    for place in (4, 5):
+        wrong = labels.clone()
+        wrong[0, place] = 3
+        assert read_padding(mask, wrong).labelled
+    left = mask.flip(1)
+    assert read_padding(left, torch.where(left.bool(), 1, -100)).labelled, "the last one at padding predicts a word"
+    found = read_padding(mask, labels).documents
+    assert (found.count, found.documents, found.longest, found.window) == (10, 2, 6, 0)
+    assert torch.equal(found.real, mask.bool()) and found.starts.nonzero().tolist() == [[0, 0], [1, 0]]
+    holes = mask.clone()
+    holes[1, 2] = 0
+    reading = read_padding(holes, labels)
+    assert reading.documents is None and reading.interrupted
+    nothing = read_padding(torch.zeros_like(mask), labels)
+    assert nothing.documents is None and not nothing.interrupted
+
+
+def test_windows_by_the_layers_code():
+    def layer(window=None, causal=None):
+        made = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        if window is not None:
+            made[1].config = types.SimpleNamespace(sliding_window=window)
+        for part, is_causal in zip(made, causal or ()):
+            part.is_causal = is_causal
+        return made
+
+    assert [windows_of(layer(window)) for window in (None, 4, 0, "all")] == [(0,), (4, 0), (0,), (0,)]
+    assert windows_of(layer(4, causal=(False,))) == (BOTH_WAYS,)
+    assert windows_of(layer(4, causal=(True, False))) == (4, 0)
+
+
+# -- decisions -----------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    def __init__(self, reason=None):
+        self.found, self.asked = reason, []
+
+    def reason(self, model=None):
+        self.asked.append(model)
+        return self.found
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Labels of the running loss: those, or why they are not known."""
+    told = types.SimpleNamespace(labels=None, unknown=None, model=object())
+    monkeypatch.setattr(loss_caller, "causal_labels", lambda: (told.labels, told.unknown, told.model))
+    return told
+
+
+def test_decisions_for_padding(given):
+    mask = lengths_mask(4, 6)
+    given.labels = torch.where(mask.bool(), 1, -100)
+    watch = Watch()
+    made = decide(mask, (0,), watch, None)
+    assert made.flat.drops and made.reason is None and watch.asked == [given.model]
+    refused = types.SimpleNamespace()
+    assert decide(mask, (0,), watch, refused).reason is refused and len(watch.asked) == 1
+    assert decide(mask, (0,), Watch("looks"), None).reason == "looks"
+    given.labels = torch.ones_like(mask)
+    assert decide(mask, (0,), watch, None).reason.code == "labels-at-padding"
+    given.labels = torch.ones(2, 5)
+    assert decide(mask, (0,), watch, None).reason.code == "labels-shape"
+    given.labels, given.unknown = None, "nobody knows"
+    assert decide(mask, (0,), watch, None).reason == "nobody knows"
+    holes = mask.clone()
+    holes[1, 2] = 0
+    assert decide(holes, (0,), watch, None).reason.code == "row-interrupted"
+    assert decide(lengths_mask(6, 6), (0,), watch, None) is AS_IT_COMES
+
+
+def test_decisions_for_documents(given):
+    """Nothing is dropped, so that labels do not matter; somebody who looks at hidden states does."""
+    document = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    seen = (document[:, :, None] == document[:, None, :]) & torch.ones(6, 6, dtype=torch.bool).tril()
+    made = decide(seen[:, None], (0,), Watch(), "refused")
+    assert made.flat.offsets[:3].tolist() == [0, 3, 6] and not made.flat.drops
+    looks = decide(seen[:, None], (0,), Watch("looks"), None)
+    assert (looks.flat, looks.reason, looks.batches) == (None, "looks", PACKED)
+    whole = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    assert decide(whole, (0,), Watch(), None) is AS_IT_COMES
+    added = torch.where(whole, 0.0, torch.finfo(torch.float32).min)
+    assert decide(added, (0,), Watch(), None).flat.whole, "written out it would be all scores"
+    assert decide(added * 0.5, (0,), Watch(), None).reason.code == "masks-not-understood"
+
+
+class Owner(nn.Module):
+    dtype = torch.float32
+
+    def __init__(self, **config):
+        super().__init__()
+        self.config = types.SimpleNamespace(**config)
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids, attention_mask=None, use_cache=None):
+        return input_ids
+
+
+def test_settings_that_keep_the_padding(monkeypatch):
+    def code(**config):
+        found = deciding.refused_now(Owner(**config))
+        return found and found.code
+
+    assert code() is None and code(_attn_implementation="eager") is None
+    assert code(_attn_implementation="flex_attention") == "other-attention"
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        assert code(**{name: True}) == "output-required" and code(**{name: False}) is None
+    monkeypatch.setattr(deciding, "in_checkpoint", lambda: True)
+    assert code() == "checkpoint-around-layers"
+    monkeypatch.setattr(deciding.context_parallel, "is_shared", lambda: True)
+    assert code() == "context-parallel"
+
+
+# -- presumptions --------------------------------------------------------------------------------------------------------
+
+
+def added_mask(whole=True):
+    seen = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    if not whole:
+        seen[1, :, :, 4:] = False
+        seen[1, :, 4:] = False
+    return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+
+
+def whole_rows(window=0):
+    return UnpadDecision(FlatBatch.of_whole_rows(2, 6, window, torch.device("cpu")))
+
+
+def test_whole_rows_are_presumed_after_some(monkeypatch):
+    layer, other, made = nn.Linear(1, 1), nn.Linear(1, 1), Presumptions()
+    for count in range(AFTER):
+        assert made.presume(layer, added_mask(), Watch()) is None, count
+        made.learn(layer, whole_rows())
+    decision, presumed = made.presume(layer, added_mask(), Watch())
+    assert decision.flat.whole and decision.flat.shape == (2, 6) and presumed.window == 0 and presumed.holds()
+    assert made.presume(other, added_mask(), Watch()) is None
+    assert made.presume(layer, added_mask(), Watch("looks")) is None
+    assert made.presume(layer, added_mask() == 0, Watch()) is None, "of bools"
+    monkeypatch.setattr(presuming, "several", lambda: True)
+    assert made.presume(layer, added_mask(), Watch()) is None
+    monkeypatch.undo()
+    made.learn(layer, UnpadDecision())
+    assert made.presume(layer, added_mask(), Watch()) is None and AFTER == 3
+
+
+def test_another_window_is_counted_anew():
+    layer, made = nn.Linear(1, 1), Presumptions()
+    for window in (0, 0, 4, 4):
+        made.learn(layer, whole_rows(window))
+    assert made.seen[layer] == (4, 2) and made.presume(layer, added_mask(), Watch()) is None
+    made.learn(layer, whole_rows(4))
+    _, presumed = made.presume(layer, added_mask(), Watch())
+    assert presumed.window == 4 and not presumed.holds(), "the mask sees further back"
+
+
+def test_surprises_end_presumptions():
+    layer, made = nn.Linear(1, 1), Presumptions()
+    for surprises in range(SURPRISES):
+        for _ in range(AFTER):
+            made.learn(layer, whole_rows())
+        _, presumed = made.presume(layer, added_mask(whole=False), Watch())
+        assert not presumed.holds() and not made.hold([presumed]) and made.surprises == surprises + 1 and not made.seen
+    assert made.hold([])
+    for _ in range(AFTER):
+        made.learn(layer, whole_rows())
+    assert made.presume(layer, added_mask(), Watch()) is None
+
+
+# -- calls of the owner --------------------------------------------------------------------------------------------------
+
+
+def unpadding(head_is_called=True, members=(), **step):
+    return Unpadding(Owner(), lambda: members, Step(**step), lambda: head_is_called)
+
+
+@pytest.mark.parametrize("scores_tokens", [False, True])
+@pytest.mark.parametrize("flattened", [0, 2])
+@pytest.mark.parametrize("called", [False, True])
+def test_scores_without_padding(scores_tokens, flattened, called):
+    """Where the model's forward gives scores alone; or as training steps came, if no step ever called the head."""
+    made = unpadding(called, scores_tokens=scores_tokens)
+    made.flattened = flattened
+    stays = made._why_scores_stay_padded()
+    assert (stays is None) is (scores_tokens or (bool(flattened) and not called))
+    assert stays is None or stays.code == "no-labels"
+
+
+def test_forwards_whose_scores_are_compared():
+    owner = Owner(use_cache=True)
+    with torch.no_grad():
+        assert not scores(owner, True, (1,), {}), "it makes a cache"
+        assert scores(owner, True, (1,), {"use_cache": False}) and scores(owner, False, (1, 2, 3, 4), {})
+        assert not scores(owner, True, (1,), {"use_cache": False, "past_key_values": 1})
+        assert not scores(owner, True, (1, 2, 3), {"use_cache": False}), "which may be the cache"
+        owner.config.use_cache = False
+        assert scores(owner, True, (1,), {}) and not scores(owner, True, (1,), {"use_cache": True})
+        assert not scores(owner.eval(), True, (1,), {})
+    assert not scores(owner.train(), True, (1,), {}), "gradients are on"
+    with torch.inference_mode():
+        assert not scores(owner, True, (1,), {})
+
+
+def test_masks_among_the_arguments():
+    hidden, mask = torch.zeros(2, 6, 3), torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    assert mask_in((hidden, mask), {}) is mask and mask_in((hidden,), {"m": mask.float()}) is not None
+    for others in ((mask, mask.clone()), (mask.int(),), (mask[:1],), (mask.float().requires_grad_(),), ()):
+        assert mask_in((hidden, *others), {}) is None
+    assert mask_in((hidden[0], mask), {}) is None and mask_in((), {}) is None
+    rows = lengths_mask(4, 6)
+    assert padding_in((hidden,), {"attention_mask": rows}) is rows
+    for wrong in (rows[:, :5], rows.float(), None):
+        assert padding_in((hidden,), {"attention_mask": wrong}) is None
+    assert padding_in((hidden[0],), {"attention_mask": rows}) is None
+    given = {"attention_mask": rows, "n": 1}
+    assert is_given(rows[:1], given) and not is_given(rows.clone(), given) and not is_given(rows, {"n": 1})
+    assert padding_in((), {"attention_mask": 1}) is None and padding_in((hidden, rows), {}) is None
+
+
+def test_a_mask_of_rows_is_read_by_layers_that_know_documents(monkeypatch):
+    monkeypatch.setattr(module, "knows_documents", lambda layer: layer is knows)
+    knows, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    made = unpadding()
+    made.running = OwnerCall({})
+    flat, decided = whole_rows().flat, []
+    monkeypatch.setattr(made, "_decided", lambda layer, mask: decided.append(mask) or UnpadDecision(flat))
+    hidden, rows = torch.zeros(2, 6, 3), lengths_mask(4, 6)
+    assert made.batch_of(knows, (hidden,), {"attention_mask": rows}) == (flat, None) and decided == [rows]
+    assert made.batch_of(other, (hidden,), {"attention_mask": rows}) is None and len(decided) == 1
+    pairs = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    assert made.batch_of(knows, (hidden, pairs), {"attention_mask": rows}) == (flat, pairs)
+    made.running.drops = True
+    with pytest.raises(module.NotTokenWise):
+        made.batch_of(other, (hidden,), {})
+    made.running.by_rows = flat
+    assert made.batch_of(knows, (hidden,), {}) == (flat, None)
+
+
+def test_a_cache_that_the_model_made_is_left_out(monkeypatch):
+    monkeypatch.setattr(owner_slot, "is_cache", lambda value: value == "cache")
+    without = owner_slot._without_cache
+    made = without(OrderedDict(last_hidden_state=1, past_key_values="cache"))
+    assert type(made) is OrderedDict and made == {"last_hidden_state": 1}
+    for kept in (OrderedDict(last_hidden_state=1), OrderedDict(past_key_values=None), (1, "cache"), "cache"):
+        assert without(kept) is kept
+
+
+def test_the_last_call_is_known_by_its_hidden_states():
+    hidden = torch.randn(2, 6, 3)
+    call = LastCall.of((1,), {}, (hidden, None))
+    assert call.returned(hidden) and call.returned(hidden.view(2, 6, 3)) and not call.returned(hidden[:1])
+    assert not call.returned(hidden.clone()) and LastCall.of((), {}, "nothing") is None
+    assert LastCall.of((), {}, types.SimpleNamespace(last_hidden_state=hidden)).returned(hidden)
+    del hidden
+    assert call.hidden() is None and not call.returned(torch.zeros(2, 6, 3))
+
+
+def test_a_batch_that_stays_padded_says_why():
+    made = unpadding()
+    call = OwnerCall({"attention_mask": lengths_mask(4, 6)})
+    made._tell_of_call(OwnerCall({"attention_mask": lengths_mask(6, 6)}))
+    assert not made.notes and made.looks == module.LOOKS - 1
+    made._tell_of_call(call)
+    assert codes(list(made.notes)) == ["padding-kept", "no-mask-in-layers"]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    made.notes.clear()
+    for given in (
+        {"position_ids": positions},
+        {"position_ids": torch.arange(6)[None]},
+        {"position_ids": torch.arange(6)},
+    ):
+        made._tell_of_call(OwnerCall(given))
+    assert codes(list(made.notes)) == ["packing-kept", "sequences-see-each-other"]
+    made.notes.clear()
+    made.looks = 0
+    made._tell_of_call(call)
+    assert not made.notes and made.looks == 0
+
+
+def test_layers_that_are_not_ours_keep_the_padding():
+    ours, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    made = unpadding(members=(ours,))
+    ours._compiled_call_impl = types.SimpleNamespace(padding=made)
+    assert made._why_others_read_padding() is None
+    made.members = lambda: (ours, other)
+    assert made._why_others_read_padding().code == "layer-not-compiled"
