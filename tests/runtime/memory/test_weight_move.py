@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tunecompile
@@ -23,6 +24,7 @@ from tests.support.memory.weight_cache import (
 )
 from tunecompile.ops import lora_linear
 from tunecompile.runtime.cuda_graphs import launch_bound, recording, replay
+from tunecompile.runtime.memory.weight_move import matrix_of, move_in, move_out, stand
 from tunecompile.runtime.parts.dense_weights import DenseWeights
 
 pytest.importorskip("transformers")
@@ -334,3 +336,28 @@ def test_weights_on_several_devices_stay_apart(devices):
     cache = SimpleNamespace(moves=None, expect=lambda: None)
     DenseWeights().before_step(SimpleNamespace(kept=cache, slots=[slot], precision=None), None)
     assert cache.moves is (len(devices) == 1)
+
+
+def test_weights_in_one_matrix():
+    weights = [nn.Parameter(torch.full((rows, 4), float(rows)), requires_grad=False) for rows in (2, 3)]
+    shape = (7, 4)
+    assert not stand(weights, shape)
+    move_in(weights, shape)
+    assert stand(weights, shape) and not stand(weights[::-1], shape) and not stand(weights, (6, 4))
+    matrix = matrix_of(shape, weights[0])
+    assert (
+        matrix.shape == shape
+        and matrix._base is None
+        and matrix.tolist()
+        == [
+            *([[2.0] * 4] * 2),
+            *([[3.0] * 4] * 3),
+            *([[0.0] * 4] * 2),
+        ]
+    )
+    matrix.fill_(5.0)
+    assert all(bool((weight == 5).all()) for weight in weights)
+    move_out(weights[1])
+    assert not stand(weights, shape) and bool((weights[1] == 5).all())
+    matrix.zero_()
+    assert bool((weights[1] == 5).all())

@@ -136,7 +136,7 @@ class MemoryAccounting:
     def _to_come(self, first: bool) -> int:
         """Gradients that are not there yet, and in the first step the optimizer's two moments of each parameter."""
         if not self.bounds_all:
-            return self.shards.to_come(self._ungraded(self.model), [])
+            return 0
         inside = {id(p) for slot in self.layers for p in slot.layer.parameters()}
         beside = [p for p in self.model.parameters() if p.requires_grad and id(p) not in inside and self.is_here(p)]
         moments = moment_bytes(map(self.shards.at_rest, self._trained(self.model))) if first else 0
