@@ -14,9 +14,12 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from tests.support.mutants.mutate import FOLDERS, ROOT, Mutant, Planter, all_mutants, body_of
+from tests.support.mutants.mutate import FOLDERS, ROOT, Imported, Mutant, Planter, all_mutants, body_of
 
-TESTS = ("ir", "planner", "compiler", "passes", "runtime", "ops", "estimate", "verification")
+TESTS = (
+    *("ir", "planner", "compiler", "passes", "runtime", "ops", "estimate", "verification"),
+    "integrations/test_trl.py",  # of the loss head's scores
+)
 SECONDS = 20.0  #: of tests for one mutant, as long as they took without one
 #: seconds after which a mutant counts as killed, since it runs for ever: to start, and how often what its tests took
 START, SLOWER = 40.0, 5
@@ -27,6 +30,7 @@ LOADED = (
 )
 #: outcomes of pytest that say nothing: it was called wrongly, or found no test
 NOT_RUN = (4, 5)
+TOO_LATE = 99  #: of a mutant of what runs at import, in a process that has imported it
 
 
 def load() -> None:
@@ -78,8 +82,8 @@ def make_map(target: Path, tests: list[str], processes: int, seconds: float) -> 
     print(f"{len(passed)} tests that pass of {len(found)}")
 
 
-def in_a_child(options: list[str], output: str, mutant: Mutant | None = None) -> int:
-    """The number of a process that runs pytest, with a mutant or without. It exits as pytest does."""
+def in_a_child(options: list[str], output: str, mutant: Mutant | None = None, imported: Imported | None = None) -> int:
+    """The number of a process that runs pytest, with a mutant or without. It exits as pytest does, or with `TOO_LATE`."""
     if (child := os.fork()) != 0:
         return child
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
@@ -89,9 +93,10 @@ def in_a_child(options: list[str], output: str, mutant: Mutant | None = None) ->
     try:
         import pytest
 
-        if mutant is not None:
+        if mutant is not None and imported is None:
             Planter(mutant).plant()
-        code = int(pytest.main(options))
+        late = mutant is not None and imported is not None and not imported.plant(mutant)
+        code = TOO_LATE if late else int(pytest.main(options))
     finally:
         os._exit(code)
 
@@ -101,10 +106,12 @@ class Coverage:
 
     def __init__(self, file: Path):
         self.seconds: dict[str, float] = {}
+        self.lines: dict[str, int] = {}  #: that a test runs
         self.by_line: dict[tuple[str, int], list[str]] = defaultdict(list)
         self.by_file: dict[str, list[str]] = defaultdict(list)
         for test, entry in json.loads(file.read_text()).items():
             self.seconds[test] = entry["seconds"]
+            self.lines[test] = sum(map(len, entry["lines"].values()))
             for source, lines in entry["lines"].items():
                 self.by_file[source].append(test)
                 for line in lines:
@@ -113,7 +120,7 @@ class Coverage:
     def of(self, mutant: Mutant, limit: float = SECONDS) -> tuple[list[str], int]:
         """(tests to run, how many there are). A line that runs at import is shown to all tests of its file.
 
-        Those of the file's own stem come first, then those of its folder, then short ones.
+        Those that run the fewest other lines come first.
         """
         begin = body_of(mutant.file, mutant.line)
         lines = range(
@@ -122,10 +129,8 @@ class Coverage:
         found = next((tests for line in lines if (tests := self.by_line.get((mutant.file, line)))), [])
         if begin is None:
             found = found or self.by_file.get(mutant.file, [])
-        stem, folder = Path(mutant.file).stem, f"/{Path(mutant.file).parent.name}/"
-        ordered = sorted(found, key=lambda test: (f"test_{stem}" not in test, folder not in test, self.seconds[test]))
         chosen, total = [], 0.0
-        for test in ordered:
+        for test in sorted(found, key=lambda test: (self.lines[test], self.seconds[test])):
             if chosen and total + self.seconds[test] > limit:
                 continue
             chosen.append(test)
@@ -133,15 +138,17 @@ class Coverage:
         return chosen, len(found)
 
 
-def fate(mutant: Mutant | None, tests: list[str], seconds: float) -> str:
-    """`killed`, `survived`, `endless` or `not run`: of one mutant in a process of its own."""
+def fate(mutant: Mutant | None, tests: list[str], seconds: float, imported: Imported | None = None) -> str:
+    """`killed`, `survived`, `endless`, `not run` or `too late`: of one mutant in a process of its own."""
     options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
-    child = in_a_child([*options, *tests], os.devnull, mutant)
+    child = in_a_child([*options, *tests], os.devnull, mutant, imported)
     begin = time.time()
     while time.time() - begin < START + SLOWER * seconds:
         done, status = os.waitpid(child, os.WNOHANG)
         if done and os.WIFEXITED(status) and os.WEXITSTATUS(status) in NOT_RUN:
             return "not run"
+        if done and os.WIFEXITED(status) and os.WEXITSTATUS(status) == TOO_LATE:
+            return "too late"
         if done:
             return "survived" if status == 0 else "killed"
         time.sleep(0.05)
@@ -150,17 +157,41 @@ def fate(mutant: Mutant | None, tests: list[str], seconds: float) -> str:
     return "endless"
 
 
+def import_all(files: list[str]) -> Imported:
+    """Import files of tests, and what they import."""
+    import pytest
+
+    with Imported() as imported, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+        pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files])
+    return imported
+
+
 def worker(mutants: list[Mutant], tests: Coverage, end: float, out: Path) -> None:
-    """Judge mutants, one after another, until the time is over; a line of JSON for each."""
-    with out.open("w") as file:
+    """Judge mutants, one after another, until the time is over; a line of JSON for each.
+
+    Those of functions are planted where all is imported, which is once; the others in a process that imported nothing.
+    """
+    if (child := os.fork()) == 0:
+        files = {test.partition("::")[0] for mutant in mutants for test in tests.of(mutant)[0]}
+        judge(mutants, tests, end, out, import_all(sorted(files)))
+        os._exit(0)
+    os.waitpid(child, 0)
+    lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    late = {(line["file"], line["number"]) for line in lines if line.get("fate") == "too late"}
+    out.write_text("".join(json.dumps(line) + "\n" for line in lines if line.get("fate") != "too late"))
+    judge([mutant for mutant in mutants if (mutant.file, mutant.number) in late], tests, end, out, None)
+
+
+def judge(mutants: list[Mutant], tests: Coverage, end: float, out: Path, imported: Imported | None) -> None:
+    with out.open("a") as file:
         for number, mutant in enumerate(mutants):
             chosen, count = tests.of(mutant)
             seconds = sum(tests.seconds[test] for test in chosen)
             if number == 0 and chosen:
-                file.write(json.dumps({"control": fate(None, chosen, seconds), "tests": chosen}) + "\n")
+                file.write(json.dumps({"control": fate(None, chosen, seconds, imported), "tests": chosen}) + "\n")
             if time.time() > end:
                 return
-            result = fate(mutant, chosen, seconds) if chosen else "no tests"
+            result = fate(mutant, chosen, seconds, imported) if chosen else "no tests"
             if result == "not run" and fate(None, chosen, seconds) == "survived":
                 result = "killed"  # its module cannot be imported any more
             shown = {"file": mutant.file, "line": mutant.line, "before": mutant.before, "after": mutant.after}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import gc
 import importlib.abc
 import importlib.machinery
 import sys
@@ -25,6 +26,7 @@ _COMPARISONS = {
 _OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult}
 #: last arguments whose absence shows in nothing that is computed, or in what never happens
 _IDLE = ("strict", "encoding", "stacklevel", "indent", "repr")
+_EITHER = ("max", "min")  #: functions whose arguments may be swapped
 _QUIET = ("log", "note", "warnings", "cast")  #: calls of these names, or of their methods, are words, or nothing
 
 
@@ -53,16 +55,20 @@ def all_mutants(folders: tuple[str, ...] = FOLDERS) -> list[Mutant]:
 
 def mutants_of(file: str) -> list[Mutant]:
     """The mutants of a file."""
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    tree = _tree(file)
     return [
         Mutant(file, node.lineno, number, _short(node), _short(other))
         for number, (_, _, _, node, other) in enumerate(_changes(tree))
     ]
 
 
+def _tree(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+
+
 def mutated(mutant: Mutant) -> ast.Module:
     """The file's tree with the mutant in it."""
-    tree = ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))
+    tree = _tree(mutant.file)
     parent, field, index, _, other = list(_changes(tree))[mutant.number]
     if index is None:
         setattr(parent, field, other)
@@ -91,6 +97,73 @@ class Planter(importlib.abc.MetaPathFinder):
         sys.meta_path.insert(0, self)
 
 
+class Imported:
+    """What was imported from here on: functions that ran meanwhile cannot be changed any more."""
+
+    def __init__(self):
+        self.ran: set[tuple[str, int]] = set()  #: file and first line of each
+
+    def __enter__(self) -> Imported:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call":
+            self.ran.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
+    def plant(self, mutant: Mutant) -> bool:
+        """Put a mutant into the functions of its module, or have the module imported with it.
+
+        Returns:
+            False where it changes what ran at import.
+        """
+        if mutant.module not in sys.modules:
+            Planter(mutant).plant()
+            return True
+        path, place = sys.modules[mutant.module].__file__ or "", _outermost(mutant)
+        code = next((code for code in _codes(mutated(mutant), path) if _place(code) == place), None)
+        gc.unfreeze()  # what tests leave to stay
+        functions = [each for each in gc.get_objects() if type(each) is types.FunctionType]
+        changed = [each for each in functions if each.__code__.co_filename == path and _place(each.__code__) == place]
+        if code is None or (path, code.co_firstlineno) in self.ran:
+            return False
+        if any(each.__code__.co_freevars != code.co_freevars for each in changed):
+            return False
+        for function in changed:
+            function.__code__ = code
+        return bool(changed)
+
+
+def _outermost(mutant: Mutant) -> tuple[str, int] | None:
+    """Name and first line of the function that a mutant is in, of the outer one where it is in several."""
+    around = [
+        node
+        for node in ast.walk(_tree(mutant.file))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.body[0].lineno <= mutant.line <= (node.end_lineno or 0)
+    ]
+    outer = min(around, key=lambda node: node.lineno, default=None)
+    if outer is None:
+        return None
+    return outer.name, min([outer.lineno, *(decorator.lineno for decorator in outer.decorator_list)])
+
+
+def _place(code: types.CodeType) -> tuple[str, int]:
+    return code.co_name, code.co_firstlineno
+
+
+def _codes(tree: ast.Module, path: str) -> Iterator[types.CodeType]:
+    """The code of all functions and classes of a file."""
+    ahead = [compile(tree, path, "exec", dont_inherit=True)]
+    while ahead:
+        inner = [each for each in ahead.pop().co_consts if isinstance(each, types.CodeType)]
+        ahead += inner
+        yield from inner
+
+
 class _Loader(importlib.machinery.SourceFileLoader):
     def __init__(self, name: str, path: str, mutant: Mutant):
         super().__init__(name, path)
@@ -103,9 +176,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 @functools.cache
 def _bodies(file: str) -> tuple[tuple[int, int], ...]:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [
-        node for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))) if isinstance(node, functions)
-    ]
+    found = [node for node in ast.walk(_tree(file)) if isinstance(node, functions)]
     return tuple((node.body[0].lineno, node.end_lineno or 0) for node in found)
 
 
@@ -167,7 +238,7 @@ def _others(node: ast.AST) -> Iterator[ast.AST]:
         yield from _constants(node.value)
     elif isinstance(node, ast.Call):
         if len(node.args) > 1 and not any(isinstance(arg, ast.Starred) for arg in node.args[:2]):
-            if ast.dump(node.args[0]) != ast.dump(node.args[1]) and "isinstance" not in _short(node.func):
+            if ast.dump(node.args[0]) != ast.dump(node.args[1]) and _short(node.func) not in ("isinstance", *_EITHER):
                 yield ast.Call(node.func, [node.args[1], node.args[0], *node.args[2:]], node.keywords)
         if node.keywords and node.keywords[-1].arg not in (None, *_IDLE):
             yield ast.Call(node.func, node.args, node.keywords[:-1])

@@ -1,12 +1,15 @@
 """The mutants themselves: each is another program, and what is imported in place of its module."""
 
 import ast
+import gc
 import importlib.util
 import json
 
+from torch.fx import Graph
+
 import tunecompile.ir.nodes
 from tests.support.mutants.__main__ import Coverage
-from tests.support.mutants.mutate import ROOT, Mutant, Planter, body_of, mutants_of, mutated
+from tests.support.mutants.mutate import ROOT, Imported, Mutant, Planter, body_of, mutants_of, mutated
 
 FILE = "tunecompile/ir/nodes.py"
 
@@ -31,6 +34,39 @@ def test_a_module_is_imported_with_its_mutant():
 
     plain, changed = codes(tunecompile.ir.nodes), codes(planted)
     assert sum(plain[name] != changed[name] for name in plain) == 1
+
+
+def test_a_function_is_changed_where_it_is_imported():
+    mutant = next(mutant for mutant in mutants_of(FILE) if mutant.before.startswith("return "))
+    outside = next(mutant for mutant in mutants_of(FILE) if body_of(FILE, mutant.line) is None)
+    functions = [each for each in vars(tunecompile.ir.nodes).values() if hasattr(each, "__code__")]
+    codes, imported = [each.__code__ for each in functions], Imported()
+    try:
+        assert not imported.plant(outside) and [each.__code__ for each in functions] == codes
+        assert imported.plant(mutant)
+        (changed,) = [each for each, code in zip(functions, codes) if each.__code__ is not code]
+        assert body_of(FILE, mutant.line) > changed.__code__.co_firstlineno
+    finally:
+        gc.freeze()
+        for each, code in zip(functions, codes):
+            each.__code__ = code
+    with imported:
+        changed(Graph().placeholder("x"), 0)
+    assert (changed.__code__.co_filename, changed.__code__.co_firstlineno) in imported.ran
+    assert not imported.plant(mutant), "it ran while modules were imported: what it made is there"
+
+
+def test_tests_that_run_the_fewest_other_lines_come_first(tmp_path):
+    """And not more of them than there is time for."""
+    line = body_of(FILE, next(mutant.line for mutant in mutants_of(FILE) if body_of(FILE, mutant.line)))
+    entries = {"wide": (1.0, 9), "near": (3.0, 2), "long": (30.0, 3), "far": (1.0, 5)}
+    file = tmp_path / "map.json"
+    told = {
+        name: {"seconds": seconds, "lines": {FILE: [line, *range(1000, 1000 + others)]}}
+        for name, (seconds, others) in entries.items()
+    }
+    file.write_text(json.dumps(told))
+    assert Coverage(file).of(Mutant(FILE, line, 0, "", ""), 5.0) == (["near", "far"], 4)
 
 
 def test_a_line_of_a_function_is_shown_to_tests_that_run_it(tmp_path):
