@@ -12,6 +12,7 @@ from torch.fx import Graph
 from tests.support.heads import TOKENS, WIDTH, WORDS, deferred, head_of, linear, states
 from tests.support.notes import has
 from tunecompile._torch import modules
+from tunecompile.notes import note
 from tunecompile.ops import lora_linear
 from tunecompile.runtime.loss_head import gradients, linear_head, losses
 from tunecompile.runtime.loss_head.deferred import LazyTensor
@@ -49,9 +50,29 @@ def test_scores_of_hidden_states_without_padding_are_of_whole_ones(scoring):
         found = slot(hidden)
     assert torch.equal(found, module(whole if scoring else hidden))
     assert [given[0] is hidden for given in told] == [True] * scoring
-    with_gradients, told = slot_of(module, read=whole, scoring=True)
-    with_gradients(states())
-    assert told == []
+    for padded in (True, False):
+        slot, told = slot_of(module, read=whole, scoring=True)
+        slot.head.padded = lambda padded=padded: padded
+        with torch.set_grad_enabled(padded):
+            slot(states())
+        assert told == []
+
+
+def test_a_head_that_an_engine_places(monkeypatch):
+    """It is looked for once, at the first call in training."""
+    asked, calls = [], []
+    host = types.SimpleNamespace(
+        refused=None, gathers_for_loss=False, call=lambda f, args, kwargs: (calls.append(1), f(args, kwargs))[1]
+    )
+    monkeypatch.setattr("tunecompile.runtime.loss_head.slot.place", lambda module: asked.append(1) or host)
+    host.product_dtype = lambda hidden: torch.float64
+    slot, _ = slot_of(linear(), active=True)
+    for _ in range(2):
+        assert isinstance(slot(states()), LazyTensor)
+    assert asked == [1] and calls == [1, 1]
+    host.refused = note("with-hooks")
+    assert not isinstance(slot(states()), LazyTensor)
+    assert has(slot.head.tally.refused, "head-eager", reason="with-hooks") and calls == [1, 1]
 
 
 def test_a_frozen_heads_scores_wait_for_what_is_taken_of_them():
@@ -105,10 +126,18 @@ def test_rows_without_labels_are_left_out_where_few_have_one(monkeypatch):
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_a_loss_of_labelled_rows_alone(reduction):
+def test_a_loss_of_labelled_rows_alone(reduction, monkeypatch):
+    def labelled(target, ignored):
+        assert target.shape == (10,) and ignored == -100
+        return (target != ignored).nonzero().flatten()
+
+    rows = []
+    for name in ("linear_cross_entropy", "linear_cross_entropy_rows"):
+        inner = getattr(losses, name)
+        monkeypatch.setattr(losses, name, lambda *given, inner=inner: rows.append(len(given[0])) or inner(*given))
     module, hidden, target = linear(), states(), torch.tensor([1, -100, 3, 4, -100] * 2)
     head = head_of(module)
-    head.labelled = types.SimpleNamespace(rows=lambda target, ignored: (target != ignored).nonzero().flatten())
+    head.labelled = types.SimpleNamespace(rows=labelled)
     found, real = (
         F.cross_entropy(logits.flatten(0, 1), target, reduction=reduction)
         for logits in (deferred(head, hidden), module(hidden))
@@ -116,7 +145,7 @@ def test_a_loss_of_labelled_rows_alone(reduction):
     torch.testing.assert_close(found, real)
     for ours, theirs in zip(*(torch.autograd.grad(each.sum(), [hidden, module.weight]) for each in (found, real))):
         torch.testing.assert_close(ours, theirs)
-    assert not head.made
+    assert not head.made and rows == [6]
 
 
 # -- devices and dtypes --------------------------------------------------------------------------------------------------

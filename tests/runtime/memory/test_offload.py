@@ -299,6 +299,19 @@ def test_prefetch_comes_two_layers_ahead():
     assert fetched == [(4, 2), (3, 3), (2, 4), (1, 4), (0, 4)]
 
 
+@pytest.mark.parametrize("ahead, layers", [(0, [5]), (1, [5, 4]), (2, [5, 4, 3, 2])])
+def test_the_disk_is_asked_twice_as_far_ahead(ahead, layers, monkeypatch):
+    offload = make_offload(ahead=ahead)
+    loss = offloaded(offload, layers=7, keep_last=True)(inputs())
+    offload.settle()
+    places = {id(block.stay): call.layer for call in offload.calls.values() for ref in call.blocks if (block := ref())}
+    asked = []
+    monkeypatch.setattr(offload.store, "prepare", lambda stay: asked.append(places[id(stay)]))
+    offload._reach(offload.calls[offload.number])
+    assert list(dict.fromkeys(asked)) == layers
+    del loss
+
+
 def test_host_memory_is_bounded():
     offload = make_offload(host_bytes=5 * GRANULE)
     stack = offloaded(offload)
