@@ -182,6 +182,20 @@ def test_every_row_is_used():
     assert [row.name for row in (*PRIVATE_NAMES, *FOREIGN) if row.name.rpartition(".")[2] not in words] == []
 
 
+class _Instances:
+    annotated: int
+
+    def __init__(self, given, kept):
+        self.kept = kept
+
+
+def test_an_argument_is_no_attribute_of_instances():
+    """torch 2.15's FSDP2 goes on taking a policy that its groups no longer have."""
+    for name, there in (("kept", True), ("annotated", True), ("given", False), ("__init__", True), ("other", False)):
+        row = PrivateName(f"{__name__}._Instances.{name}", "", since="2.11", last_checked=("2.13",))
+        assert lookup.is_there(row) is there, name
+
+
 def test_every_private_name_of_torch_is_in_the_table():
     """Attributes by their dotted names; imports would end `import tunecompile` where a name is gone."""
     known = {prefix for row in PRIVATE_NAMES for prefix in _prefixes(row.name)} | {"torch.utils._pytree.tree_leaves"}

@@ -21,7 +21,7 @@ HOSTS = {
     "device_map": lambda layer: DeviceMapLayer(layer, (layer,)),
     "ZeRO-3": lambda layer: Zero3Layer(layer, (), marked=True),
     "FSDP2": lambda layer: FsdpLayer(layer, alone=True),
-    "FSDP2's head": lambda layer: FsdpHead(layer, SimpleNamespace(mp_policy=POLICY)),
+    "FSDP2's head": lambda layer: FsdpHead(layer, POLICY),
 }
 #: engine, alone, weights_stay, gathers_for_loss
 SAID = {

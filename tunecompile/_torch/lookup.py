@@ -185,7 +185,7 @@ def _resolve(name: str) -> Any:
 def _mentions(owner: Any, name: str) -> bool:
     """Whether instances of a class have this attribute, or the code of a function uses this name."""
     if not isinstance(owner, type):
-        return _is_in_code(owner, name)
+        return _is_in_code(owner, name, arguments=True)
     return any(
         name in vars(base).get("__annotations__", ()) or any(_is_in_code(part, name) for part in vars(base).values())
         for base in owner.__mro__
@@ -193,8 +193,15 @@ def _mentions(owner: Any, name: str) -> bool:
     )
 
 
-def _is_in_code(part: Any, name: str) -> bool:
-    """Whether a function's code, or that of a property's or a method's function, uses a name."""
+def _is_in_code(part: Any, name: str, arguments: bool = False) -> bool:
+    """Whether a function's code, or that of a property's or a method's function, uses a name.
+
+    arguments: whether one of its arguments or variables may have it.
+    """
     parts = (part.fget, part.fset) if isinstance(part, property) else (getattr(part, "__func__", part),)
     codes = [getattr(inspect.unwrap(each), "__code__", None) for each in parts if callable(each)]
-    return any(name in (*code.co_names, *code.co_varnames, *code.co_consts) for code in codes if code is not None)
+    return any(
+        name in (*code.co_names, *code.co_consts, *(code.co_varnames if arguments else ()))
+        for code in codes
+        if code is not None
+    )

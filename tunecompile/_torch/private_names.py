@@ -64,10 +64,13 @@ FSDP: tuple[PrivateName, ...] = (
     *group(
         _FSDP_OFF,
         *("_fsdp_state._get_module_fsdp_state", "_fsdp_state.FSDPState"),
-        *(f"_fsdp_param_group.FSDPParamGroup.{name}" for name in ("fsdp_params", "mp_policy", "reduce_grads")),
+        *(f"_fsdp_param_group.FSDPParamGroup.{name}" for name in ("fsdp_params", "reduce_grads")),
         "_fsdp_param_group.FSDPParamGroup._reshard_after_forward",
         *(f"_fsdp_param.FSDPParam.{name}" for name in ("sharded_param", "_unsharded_param", "_orig_size")),
-        *(f"_fsdp_param.FSDPParam.{name}" for name in ("param_dtype", "is_dtensor", "unsharded_accumulated_grad")),
+        *(
+            f"_fsdp_param.FSDPParam.{name}"
+            for name in ("param_dtype", "mp_policy", "is_dtensor", "unsharded_accumulated_grad")
+        ),
         under=_FSDP,
     ),
     *group(_FSDP_OFF, f"{_FSDP}._fsdp_state.FSDPState._fsdp_param_group", until="2.12"),

@@ -85,7 +85,7 @@ class FsdpHead(HostDefaults):
     accelerate does).
     """
 
-    group: Any  #: of parameters, which FSDP2 gathers together
+    policy: Any  #: of mixed precision, for its weight; None where FSDP1 holds it
     refused: str = ""
     engine = "FSDP2"
     weights_stay = False
@@ -104,7 +104,7 @@ class FsdpHead(HostDefaults):
 
     def product_dtype(self, hidden: Tensor) -> torch.dtype:
         """As `fully_shard`'s mixed precision has it."""
-        policy, weight = self.group.mp_policy, self.layer.weight
+        policy, weight = self.policy, self.layer.weight
         given = (policy.cast_forward_inputs and policy.param_dtype) or hidden.dtype
         return torch.promote_types(given, policy.param_dtype or weight.dtype)
 
@@ -136,21 +136,26 @@ def held(head: nn.Module) -> FsdpHead | None:
     """
     groups = fsdp_groups(head)
     if any(map(_is_part_of_another, head.modules())):
-        return FsdpHead(
-            head,
-            None,
-            note("head-in-fsdp1"),
-        )
+        return FsdpHead(head, None, note("head-in-fsdp1"))
     if not groups:
         return None
-    return FsdpHead(head, groups[0], _why_not(groups[0]))
+    policy = _policy(head, groups[0])
+    return FsdpHead(head, policy, _why_not(groups[0], policy))
 
 
-def _why_not(group: Any) -> str:
+def _policy(head: nn.Module, group: Any) -> Any:
+    """The mixed precision of a head's weight: from torch 2.15 on, those of a group may have different ones."""
+    own = {id(parameter) for parameter in head.parameters(recurse=False)}
+    params = group.fsdp_params
+    return next(
+        (p for p in params if own & {id(p.sharded_param), id(getattr(p, "_unsharded_param", None))}), params[0]
+    ).mp_policy
+
+
+def _why_not(group: Any, policy: Any) -> str:
     """Why a head of this group has to run as it is; empty where its loss can be computed from hidden states."""
     if group._reshard_after_forward:
         return note("head-resharded")
-    policy = group.mp_policy
     return "" if policy.output_dtype in (None, policy.param_dtype) else note("logits-in-other-dtype")
 
 
