@@ -192,6 +192,110 @@ def experts_run_eagerly() -> bool:
     return installed("transformers") < (5, 3) and GROUPED_MM_IN_FP32.present
 
 
+def counts(**found: int) -> Row:
+    """A row of what is all rewritten, beside the loss."""
+    return {"linear_cross_entropy": (1, 1), **{name: (count, count) for name, count in found.items()}}
+
+
+#: hybrids with one layer of each kind, or two, under adapters with dropout, which have no MLP as a whole:
+#: by the names of `tests.support.models.hybrids`
+HYBRIDS: dict[str, Row] = {
+    "qwen3_5": counts(lora=14, grouped_linear=10, swiglu=3, rms_norm=7, add_rms_norm=2, rope=2, document_attention=1)
+    | {"lora_mlp": (2, 0)},
+    "qwen3_5_moe": counts(
+        lora=16,
+        grouped_linear=10,
+        swiglu=5,
+        rms_norm=7,
+        add_rms_norm=2,
+        rope=2,
+        document_attention=1,
+        experts=4,
+        expert_rows=6,
+        weighted_gate=2,
+    )
+    | {"lora_mlp": (2, 0)},
+    "qwen3_next": counts(
+        lora=8,
+        grouped_linear=3,
+        swiglu=5,
+        rms_norm=7,
+        add_rms_norm=2,
+        rope=2,
+        document_attention=1,
+        experts=4,
+        expert_rows=6,
+        weighted_gate=2,
+    ),
+    "olmo_hybrid": counts(
+        lora=17, grouped_linear=12, swiglu=3, rms_norm=7, add_rms_norm=1, rope=2, document_attention=1
+    )
+    | {"lora_mlp": (2, 0)},
+    "kimi_linear": counts(
+        lora=19,
+        grouped_linear=12,
+        swiglu=3,
+        rms_norm=6,
+        add_rms_norm=2,
+        document_attention=1,
+        experts=2,
+        expert_rows=3,
+        weighted_gate=1,
+    )
+    | {"lora_mlp": (2, 0)},
+    "lfm2": counts(lora=10, grouped_linear=7, swiglu=2, rms_norm=6, add_rms_norm=2, rope=2, document_attention=1)
+    | {"lora_mlp": (2, 0)},
+    "lfm2_moe": counts(
+        lora=7,
+        grouped_linear=5,
+        swiglu=2,
+        rms_norm=6,
+        add_rms_norm=2,
+        rope=2,
+        document_attention=1,
+        experts=2,
+        expert_rows=3,
+        weighted_gate=1,
+    )
+    | {"lora_mlp": (1, 0)},
+    "lfm3": counts(lora=12, grouped_linear=8, swiglu=2, rms_norm=10, add_rms_norm=2, rope=2, document_attention=1)
+    | {"lora_mlp": (2, 0)},
+    "bamba": counts(lora=11, grouped_linear=7, swiglu=3, rms_norm=5, add_rms_norm=2, rope=2, document_attention=1)
+    | {"lora_mlp": (2, 0)},
+    "granite_hybrid": counts(
+        lora=9, grouped_linear=3, swiglu=3, rms_norm=5, add_rms_norm=2, rope=2, document_attention=1
+    )
+    | {"lora_mlp": (2, 0)},
+    "granite_hybrid_moe": counts(
+        lora=9,
+        grouped_linear=3,
+        swiglu=5,
+        rms_norm=5,
+        add_rms_norm=2,
+        rope=2,
+        document_attention=1,
+        experts=4,
+        expert_rows=6,
+        weighted_gate=2,
+    )
+    | {"lora_mlp": (2, 0)},
+    "falcon_h1": counts(lora=8, grouped_linear=3, swiglu=2, rms_norm=2, add_rms_norm=1, rope=2, document_attention=1)
+    | {"lora_mlp": (1, 0)},
+    "nemotron_h": counts(lora=7, grouped_linear=3, swiglu=1, rms_norm=4, document_attention=1),
+    "nemotron_h_moe": counts(
+        lora=7, grouped_linear=3, swiglu=1, rms_norm=4, document_attention=1, experts=2, expert_rows=3
+    ),
+    "mamba2": counts(lora=1, swiglu=1, rms_norm=2),
+    "zamba2": counts(grouped_linear=3, swiglu=3, rms_norm=6, add_rms_norm=1, document_attention=1) | {"lora": (10, 9)},
+    "mamba": counts(lora=2, swiglu=1, rms_norm=1),
+    "falcon_mamba": counts(lora=2, swiglu=1, rms_norm=4),
+    "jamba": counts(lora=12, grouped_linear=7, swiglu=3, rms_norm=7, add_rms_norm=2, document_attention=1)
+    | {"lora_mlp": (2, 0)},
+    "zamba": counts(lora=10, grouped_linear=5, swiglu=5, rms_norm=4, add_rms_norm=1, document_attention=1)
+    | {"lora_mlp": (1, 0)},
+}
+
+
 def expected(family: str) -> tuple[Row, bool]:
     """(its row for the installed versions, whether its layers run eagerly).
 

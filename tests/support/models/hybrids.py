@@ -140,6 +140,61 @@ HYBRIDS |= {  # Mamba-1
     ),
 }
 
+HYBRIDS |= {  # with experts
+    "qwen3_5_moe": ("Qwen3_5Moe", {**LINEAR_ATTENTION, **EXPERTS}),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            **TOKENS,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+        },
+    ),
+    "granite_hybrid_moe": (
+        "GraniteMoeHybrid",
+        {**HYBRIDS["granite_hybrid"][1], "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "nemotron_h_moe": (
+        "NemotronH",
+        {
+            **HYBRIDS["nemotron_h"][1],
+            "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+}
+_DELTA = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+_CONV = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+#: what leaves families one layer of each kind, or two of the only one
+ONE_OF_EACH = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), _DELTA),
+    "kimi_linear": {**_DELTA, "mlp_layer_types": ["dense", "sparse"]},
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _CONV),
+    "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    **dict.fromkeys(
+        ("granite_hybrid", "granite_hybrid_moe"), {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}
+    ),
+    "nemotron_h": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "mlp"]},
+    "nemotron_h_moe": {"num_hidden_layers": 3, "layers_block_type": ["mamba", "attention", "moe"]},
+    **dict.fromkeys(("falcon_h1", "mamba", "mamba2", "falcon_mamba"), {"num_hidden_layers": 2}),
+}
+ADAPTED_EXPERTS = ("qwen3_next",)  #: PEFT adapts experts by the names of linears, and refuses dropout there
+
+
+def is_there(family: str) -> bool:
+    """Whether the installed transformers has it."""
+    import transformers as tf
+
+    return hasattr(tf, HYBRIDS[family][0] + "ForCausalLM")
+
 
 def make(family: str, dtype: torch.dtype = torch.float64, **changes) -> nn.Module:
     import transformers as tf
@@ -158,7 +213,8 @@ def make(family: str, dtype: torch.dtype = torch.float64, **changes) -> nn.Modul
 def adapt(model: nn.Module, **options) -> nn.Module:
     """LoRA on the linears that are called: PEFT refuses Mamba's `out_proj`, and its `dt_proj` is read as a weight."""
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return zoo.adapt(model, target_modules=sorted(names - {"out_proj", "dt_proj", "lm_head"}), **options)
+    called = sorted(name for name in names - {"out_proj", "dt_proj", "lm_head"} if not name.isdigit())
+    return zoo.adapt(model, target_modules=called, **options)
 
 
 def home_of(model: nn.Module):
