@@ -63,10 +63,6 @@ REASONS = {
         "(model.config.use_cache = False makes none)",
         "Set model.config.use_cache = False, if the sequences should be independent.",
     ),
-    "no-mask-of-sequences": NoteKind(
-        "the model's own code gives attention no mask of them, so that it crosses from one sequence to the next",
-        "Give this model padded batches, a row a sequence: padding is removed before the layers.",
-    ),
     "masks-not-understood": NoteKind("its masks are not understood"),
     "logits-read": NoteKind(
         "logits are read beside the loss, at padding perhaps (layers ran once more in the first such step, with it)",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_mask, read_padding
+from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_mask, read_offsets, read_padding
 from tunecompile.runtime.unpad.flat_batch import MASKS, FlatBatch
 
 
@@ -47,6 +47,19 @@ def test_packed_rows_that_are_padded():
     flat = FlatBatch.of(reading.documents)
     assert flat.offsets.tolist()[:5] == [0, 2, 5, 6, 11] and flat.drops
     assert flat.index[:11].tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 12]
+
+
+def test_bounds_say_what_a_mask_of_documents_says():
+    document = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    by_mask = FlatBatch.of(read_mask(causal(torch.ones(1, 6, dtype=torch.bool), document), (0,), None).documents)
+    by_bounds = FlatBatch.of(read_offsets(torch.tensor([0, 2, 5, 6], dtype=torch.int32)).documents)
+    assert torch.equal(by_bounds.offsets, by_mask.offsets) and torch.equal(by_bounds.index, by_mask.index)
+    assert by_bounds.longest.shape == by_mask.longest.shape and by_bounds.real == by_mask.real == 6
+
+
+@pytest.mark.parametrize("bounds", [(), (0,), (1, 4), (0, 3, 3), (0, 4, 2)])
+def test_these_are_no_bounds(bounds):
+    assert read_offsets(torch.tensor(bounds, dtype=torch.int32)).documents is None
 
 
 def both_ways(real: torch.Tensor, document: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,9 @@ from tunecompile.integrations import context_parallel, loss_caller
 from tunecompile.integrations.registered.names import NAME
 from tunecompile.ir.op import HALF
 from tunecompile.notes import Note, note
-from tunecompile.runtime.unpad.documents import read_mask, read_padding
+from tunecompile.runtime.unpad.documents import MaskReading, read_mask, read_offsets, read_padding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.given_masks import MASK
 from tunecompile.runtime.unpad.pair_masks import PairMask
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 
@@ -43,7 +44,8 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
     """For the mask of a batch.
 
     Args:
-        mask: [B, 1, T, T], of bools or to be added to scores; or [B, T], 0 at padding.
+        mask: [B, 1, T, T], of bools or to be added to scores; or [B, T], 0 at padding; or [S + 1], the bounds of a
+            row's documents.
         windows: of attention, as the layers' code has them.
         watch: whether anybody else looks at hidden states.
         refused: why no padding may be left out in this call; None where nothing is known.
@@ -51,7 +53,10 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
     labels, unknown, model = loss_caller.causal_labels()
     if labels is not None and labels.shape != (len(mask), mask.shape[-1]):
         labels, unknown = None, note("labels-shape")
-    reading = read_padding(mask, labels) if mask.dim() == 2 else read_mask(mask, windows, labels)
+    if mask.dim() == 1:
+        reading = read_offsets(mask) if windows == (0,) else MaskReading(None)
+    else:
+        reading = read_padding(mask, labels) if mask.dim() == 2 else read_mask(mask, windows, labels)
     found = reading.documents
     if found is None:
         return UnpadDecision(reason=note("row-interrupted" if reading.interrupted else "masks-not-understood"))
@@ -59,7 +64,11 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
         return AS_IT_COMES  # attention knows that it is causal, or reads the mask; written out it would be all scores
     if found.count == found.real.numel():
         reason = watch.reason()
-        return UnpadDecision(reason=reason, batches=PACKED) if reason else UnpadDecision(FlatBatch.of(found))
+        if reason:
+            return UnpadDecision(reason=reason, batches=PACKED)
+        flat = FlatBatch.of(found)
+        flat.fills = MASK if mask.dim() == 1 else ""
+        return UnpadDecision(flat)
     reason = refused or unknown
     if reason is None and reading.labelled:
         reason = note("labels-at-padding")

@@ -6,6 +6,7 @@ it, transformers or a function of the user's in its place, is not asked.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -140,6 +141,17 @@ def read_padding(mask: Tensor, labels: Tensor | None) -> MaskReading:
     if not count or runs > 1:
         return MaskReading(None, interrupted=runs > 1)
     return MaskReading(Documents(real, starts, count, documents, longest, 0), labelled=bool(labelled))
+
+
+def read_offsets(offsets: Tensor) -> MaskReading:
+    """Read where documents of a row begin, and where the last one ends. It waits for the device."""
+    ends = offsets.tolist()
+    lengths = [end - begin for begin, end in itertools.pairwise(ends)]
+    if not lengths or ends[0] != 0 or min(lengths) < 1:
+        return MaskReading(None)
+    real = torch.ones(1, ends[-1], dtype=torch.bool, device=offsets.device)
+    starts = torch.zeros_like(real).index_fill_(1, offsets[:-1].long(), True)
+    return MaskReading(Documents(real, starts, ends[-1], len(lengths), max(lengths), 0))
 
 
 def _seen_from(real: Tensor, starts: Tensor, begin: Tensor, place: Tensor, window: int) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,7 @@ class FlatBatch:
     real: int
     shape: tuple[int, int]
     whole: bool = False  #: whether each row is one document without padding
+    fills: str = ""  #: an argument of layers that is None, and becomes the mask
     #: tensors that several layers are given, such as rotary tables, and what became of them
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     #: the last layer's result, padded and flat
@@ -101,6 +102,7 @@ class FlatBatch:
         """
         pairs = mask is not None
         places = [where for where, value in (*enumerate(args), *kwargs.items()) if pairs and value is mask]
+        places += [self.fills] * bool(self.fills)
         hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         try:
             flat = [None if v is mask else self._entered(v, keep and v is hidden) for v in args]

@@ -1,12 +1,14 @@
-"""Which argument of a layer is its mask."""
+"""Which argument of a layer is its mask, or says what a mask would."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.runtime.unpad.pair_masks import PairMask
 
 
@@ -23,10 +25,32 @@ def mask_in(args: tuple, kwargs: dict) -> Tensor | None:
 def padding_in(args: tuple, kwargs: dict) -> Tensor | None:
     """The argument that says which tokens are real, where transformers hands on the caller's mask."""
     hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    mask = kwargs.get("attention_mask")
+    mask = kwargs.get(MASK)
     if hidden is None or hidden.dim() != 3 or not isinstance(mask, Tensor) or mask.is_floating_point():
         return None
     return mask if mask.shape == hidden.shape[:2] else None
+
+
+MASK = "attention_mask"  #: an argument's name
+
+
+def bounds_in(layer: nn.Module, args: tuple, kwargs: dict) -> Tensor | None:
+    """Bounds of documents that a layer with attention is given without a mask, where its file has scans, too.
+
+    (Of scans they are told: attention has to agree. Granite 4's code makes no mask of positions.)
+    """
+    bounds = kwargs.get(BOUNDARIES)
+    if not isinstance(bounds, Tensor) or bounds.dim() != 1 or MASK not in kwargs or kwargs[MASK] is not None:
+        return None
+    hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), bounds)
+    if hidden.dim() != 3 or hidden.shape[0] != 1 or not knows_documents(layer):
+        return None
+    if layer not in _attends:
+        _attends[layer] = any(vars(module).get("is_causal") for module in layer.modules())
+    return bounds if _attends[layer] else None
+
+
+_attends: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def _may_mask(x: Tensor) -> bool:

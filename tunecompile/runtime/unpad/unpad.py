@@ -32,7 +32,7 @@ from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
 from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
-from tunecompile.runtime.unpad.given_masks import is_given, mask_in, padding_in
+from tunecompile.runtime.unpad.given_masks import bounds_in, is_given, mask_in, padding_in
 from tunecompile.runtime.unpad.pair_masks import MaskRecorder, compiled_parts, identity, recorder_for, version
 from tunecompile.runtime.unpad.presume import Presumed, Presumptions
 
@@ -210,7 +210,8 @@ class Unpadding:
             NotTokenWise: layers before this one have left out what stands at padding, and it has no mask.
         """
         mask = mask_in(args, kwargs)
-        if mask is None and (rows := padding_in(args, kwargs)) is not None and knows_documents(layer):
+        rows = padding_in(args, kwargs) if mask is None and knows_documents(layer) else None
+        if mask is None and (rows := bounds_in(layer, args, kwargs) if rows is None else rows) is not None:
             decision = self._known(rows) if in_backward() else self._decided(layer, rows)
             return None if decision.flat is None else (decision.flat, None)
         if mask is None and self._follows_rows(layer):
@@ -268,7 +269,7 @@ class Unpadding:
         if in_checkpoint() and is_given(mask, call.given):  # it may come again, in a call of other labels
             return AS_IT_COMES
         call.decided = True
-        waits = self.gathered or mask.dim() == 2
+        waits = self.gathered or mask.dim() <= 2
         presumed = None if waits else self.presumptions.presume(layer, mask, self.watch)
         if presumed is not None:
             decision = presumed[0]
@@ -330,9 +331,7 @@ class Unpadding:
             kept = "position_ids" in beside and "position_ids" not in call.given
             self._tell_of_states("bounds-not-handed-on" if kept else "states-cross-documents")
         if code == PADDED or "position_ids" in call.given:
-            given = call.given.get(BOUNDARIES) is not None and call.given.get("use_cache") is False
-            packed = "no-mask-of-sequences" if given else "sequences-see-each-other"
-            reason = note("no-mask-in-layers" if code == PADDED else packed)
+            reason = note("no-mask-in-layers" if code == PADDED else "sequences-see-each-other")
             self._note(call.refused or reason, code)
 
     def refuse(self, reason: Note, batches: str = PADDED) -> None:
