@@ -8,12 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import tunecompile
 from tests.support import zoo
 from tests.support.notes import find
+from tunecompile.ir.eager_call import outputs
+from tunecompile.ir.op import OPS
 from tunecompile.ops.swiglu import gated_activation_backward
 from tunecompile.passes.plan import probe
+from tunecompile.passes.plan.probe_arguments import ARGUMENTS, CHOICES, TOKENS, arguments_of
 
 
 class Gated(nn.Module):
@@ -119,3 +123,54 @@ def test_which_results_are_compared(made, says):
     template = SimpleNamespace(run=lambda: made)
     told = probe.compare(template, [], [ONES[:0], ONES], [ONES[:0].double(), ONES.double()], 1e-6)
     assert told.startswith(says) and bool(told) == bool(says)
+
+
+CPU = torch.device("cpu")
+NAMED = {op.name: op for op in OPS.values()}
+
+
+SLOW = ("channel_delta_rule", "gated_delta_rule", "selective_scan")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in ARGUMENTS]
+)
+def test_references_run_on_the_arguments_of_a_trial(name):
+    """The same ones each time, and the user's random numbers stay as they were."""
+    op, state = NAMED[name], torch.get_rng_state()
+    for each in filter(None, (op, op.backward_op)):
+        owner = op if each is op.backward_op else None
+        given, again = (arguments_of(each, owner, CPU, torch.float32) for _ in range(2))
+        assert len(given) == len(each.parameters)
+        tensors = [[x for x in tree_leaves(each) if isinstance(x, torch.Tensor)] for each in (given, again)]
+        assert all(map(torch.equal, *tensors))
+        made = outputs(each.reference(*given))
+        assert made and all(x.isfinite().all() for x in made if x is not None and x.is_floating_point())
+    assert torch.equal(state, torch.get_rng_state())
+    assert arguments_of(SimpleNamespace(name="another"), None, CPU, torch.float32) is None
+
+
+def test_trials_have_what_templates_must_not_take_for_granted():
+    """Rows that fill no tile, keys that heads share, experts without rows, and rows of no expert."""
+    given = {
+        name: dict(zip(NAMED[name].parameters, arguments_of(NAMED[name], None, CPU, torch.float32)))
+        for name in ARGUMENTS
+    }
+    attention = given["varlen_attention"]
+    offsets = attention["offsets"].tolist()
+    assert offsets[0] == 0 and offsets[-1] == len(attention["q"]) and len(offsets) == 3
+    assert attention["longest"] == max(b - a for a, b in zip(offsets, offsets[1:])) and attention["causal"]
+    assert attention["q"].shape[1] == 2 * attention["k"].shape[1]
+    experts = given["grouped_lora_linear"]
+    counts = torch.diff(experts["offsets"], prepend=torch.zeros(1, dtype=torch.int32)).tolist()
+    assert 0 in counts and min(filter(None, counts)) < 8 and sum(counts) < len(experts["x"]) == TOKENS * CHOICES
+    for rank, a, b in zip((4, 3), experts["a"], experts["b"]):
+        assert (len(a), b.shape[1]) == (rank * len(counts), rank * len(counts))
+    for name in ("gathered_lora_linear", "sum_rows"):
+        order = given[name][NAMED[name].parameters[1]]
+        assert sorted(order.tolist()) == list(range(TOKENS * CHOICES)) and order.tolist() != sorted(order.tolist())
+    for name, rows in (("rms_norm", 5), ("gated_delta_rule", 96), ("selective_scan", 80)):
+        x = next(iter(given[name].values()))
+        assert x.shape[0 if name == "rms_norm" else 1] == rows
+    rule = given["gated_delta_rule"]
+    assert (rule["g"] <= 0).all() and ((rule["beta"] > 0) & (rule["beta"] < 1)).all()

@@ -7,10 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tunecompile.planner.candidates import CandidateCost, backward_nodes, expensive_nodes, is_random, options
+from tunecompile.planner import candidates
+from tunecompile.planner.candidates import (
+    CandidateCost,
+    backward_nodes,
+    candidate_stages,
+    describe,
+    expensive_nodes,
+    is_random,
+    options,
+    plans,
+    survey,
+    tiled_plans,
+)
 from tunecompile.planner.cost_model import SUSTAINED, Work
 from tunecompile.planner.hardware import Rates
-from tunecompile.planner.solver import KEEP, RECOMPUTE, PlanOption
+from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan, PlanOption
 
 
 def test_what_draws_random_numbers_is_no_product_to_recompute():
@@ -54,3 +66,58 @@ def test_what_depends_on_a_tangent_is_backward():
         "placeholder",
         torch.ops.aten.mul.Tensor,
     }
+
+
+def products():
+    """The graph of a product that frees most for its time, of one that frees least, and of the largest; and a vector."""
+
+    def fn(x, wide, narrow, long, large, vector):
+        return (x @ wide) @ narrow, long @ large, (long @ vector).sin()
+
+    shapes = ((8, 4), (4, 32), (32, 2), (8, 64), (64, 33), (64,))
+    return make_fx(fn, tracing_mode="fake")(*map(torch.ones, shapes)).graph
+
+
+def named(count, *orders):
+    """Plans that recompute the first of these, none to all."""
+    found = [Plan(frozenset(order[:n])) for n in range(count + 1) for order in orders]
+    return list(dict.fromkeys(found))
+
+
+def test_plans_add_what_frees_most_a_second_and_what_is_largest():
+    graph = products()
+    assert [describe(node) for node in expensive_nodes(graph)] == ["mm 8x32", "mm 8x2", "mm 8x33"]
+    found = plans(graph)
+    assert found == [*named(3, (0, 1, 2), (2, 0, 1)), RECOMPUTE] and len(found) == 7
+    assert tiled_plans(graph, 4) == []
+    assert list(candidate_stages(graph)) == [[KEEP], found[1:]]
+
+
+def test_plans_in_tiles_come_late_and_recomputed_attention_last(monkeypatch):
+    graph = products()
+    first, *others = expensive_nodes(graph)
+    monkeypatch.setattr(candidates, "has_tiled_form", lambda node: node is first)
+    tiled = [[Plan(frozenset(each), tiles) for each in ((), (1,), (1, 2))] + [Plan(None, tiles)] for tiles in (4, 16)]
+    assert tiled_plans(graph, 4) == tiled[0]
+    assert list(candidate_stages(graph))[2:] == tiled
+    monkeypatch.setattr(candidates, "is_recomputable", lambda node: node is others[0])
+    assert list(candidate_stages(graph))[2:] == [
+        *tiled,
+        [Plan(None, attention=True), Plan(None, 4, attention=True), Plan(None, 16, attention=True)],
+    ]
+
+
+def test_what_is_read_off_two_lowered_graphs():
+    """What the forward returns is held; beside it are what it needs while it runs, and what the backward needs."""
+
+    def graphs(plan):
+        seen.append(plan)
+        halves = (lambda x, w: ((x @ w).sin(), x[:1] * 2)), (lambda g, w: (g @ w.T).sum())
+        return [make_fx(fn, tracing_mode="fake")(torch.ones(8, 64), torch.ones(64, 64)) for fn in halves]
+
+    seen = []
+    rows = survey(graphs, [KEEP, RECOMPUTE])
+    assert [row.plan for row in rows] == seen == [KEEP, RECOMPUTE]
+    (row, _), tensor = rows, 8 * 64 * 4
+    assert (row.returned, row.largest, row.forward) == (tensor + 256, tensor, tensor - 256)
+    assert row.backward == tensor + 4 and row.forward_work.products == row.backward_work.products == 2 * 8 * 64 * 64
