@@ -54,6 +54,7 @@ class Bench:
         self.only, self.sweep, self.shown, self.dry, self.repetitions = only, sweep, shown, dry, repetitions
         self.family = ""
         self.rows: list[dict[str, Any]] = []
+        self.ended: Callable[[], None] = lambda: None  #: called behind each case
         self.copy_gbps = float("nan")
         self.flush = torch.empty(256 << 20 if DEVICE == "cuda" else 1, dtype=torch.uint8, device=DEVICE)
 
@@ -110,6 +111,7 @@ class Bench:
             self.rows.append(
                 {key: value for key, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
             )
+        self.ended()
 
     def _median(self, system: System, sets: list) -> float:
         """Milliseconds."""
@@ -157,16 +159,22 @@ def main(families: Mapping[str, Callable[[Bench], None]], shown: bool = False) -
     given = parser.parse_args()
     bench = Bench(given.only, given.sweep, given.shown, given.dry, given.repetitions)
     bench.measure_copy()
-    names = list(families)
-    for place, (bench.family, run) in enumerate(families.items()):
+    about, to_come = {**header(), "copy_gbps": bench.copy_gbps}, list(families)
+
+    def keep() -> None:
+        if given.out:
+            write(given.out, {**about, "rows": bench.rows}, to_come)
+
+    bench.ended = keep
+    for bench.family, run in families.items():
         try:
             run(bench)
         except Exception as error:
             bench.rows.append(
                 {"family": bench.family, "case": "", "system": "", "failed": f"{type(error).__name__}: {error}"[:300]}
             )
-        if given.out:
-            write(given.out, {**header(), "copy_gbps": bench.copy_gbps, "rows": bench.rows}, names[place + 1 :])
+        to_come.remove(bench.family)
+        keep()
     show(bench)
 
 
