@@ -85,6 +85,12 @@ def test_rows_are_kept_where_the_seconds_end_first(scripted):
     assert [len(part[0]["runs"]) for part in parts] == [1, 2]
 
 
+def test_the_file_of_an_earlier_run_is_no_result(scripted, tmp_path):
+    workers = scripted("sys.exit(3)")
+    (tmp_path / "hf-train-2-layers.result.json").write_text('{"runs": [], "seconds": 1}')
+    assert all("exit code 3" in result["status"] for result in run_workers(workers))
+
+
 def test_processes_that_are_started_ahead_wait_for_each_other(scripted, tmp_path):
     script = (
         'log = open(path.parent / "log", "a")\nprint(module, "begins", file=log, flush=True)\n'

@@ -66,6 +66,7 @@ class Worker:
         """Write the job and start the process."""
         spec = self.folder / f"{self.stem}.job.json"
         self.result = self.folder / f"{self.stem}.result.json"
+        self.result.unlink(missing_ok=True)  # an earlier run's, in the same folder
         self.log = open(self.folder / f"{self.stem}.log", "w", encoding="utf-8")  # noqa: SIM115 (`finish` closes it)
         self.own_caches = tempfile.mkdtemp(prefix="tunecompile-cache-")
         spec.write_text(json.dumps(self.job.to_dict() | {"task": self.task}))
