@@ -11,10 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.attention_calls import LOWEST, FoundAttention, Term, written_out_attention
+from tunecompile.compiler.attention_calls import (
+    LOWEST,
+    FoundAttention,
+    Term,
+    leave_out_weights,
+    written_out_attention,
+)
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
-from tunecompile.ir.rewrite import build_before, erase_dead, replace, where_from
+from tunecompile.ir.rewrite import erase_dead, replace, where_from
 
 __all__ = ["PASS"]
 
@@ -29,26 +35,12 @@ def run(graph: Graph, context: Context) -> None:
             tally.refused.append(f"{_FAMILY}: {reason}{where_from(node)}")
             continue
         assert isinstance(found, FoundAttention)
-        for weights in found.returned:
-            _leave_out(graph, weights, found)
+        leave_out_weights(graph, found)
         erase_dead(graph, [node, *found.inside])
         tally.rewritten += 1
         tally.places.append(f"{_FAMILY}{where_from(node)}")
     if tally.found:
         context.tallies.append(tally)
-
-
-def _leave_out(graph: Graph, weights: Node, found: FoundAttention) -> None:
-    """Return weights of no row for weights that nobody reads (`tunecompile.runtime.unread_weights`)."""
-    heads, dtype = value(weights).shape[1], value(weights).dtype
-
-    def of_no_row(query: Any, key: Any) -> Any:
-        return query.new_empty((0, heads, query.shape[-2], key.shape[-2]), dtype=dtype)
-
-    end = graph.output_node()
-    bound = {"query": found.arguments.query, "key": found.arguments.key}
-    _, (none,) = build_before(graph, end, weights, of_no_row, bound)
-    end.replace_input_with(weights, none)
 
 
 def _refuse(node: Node, found: FoundAttention) -> str | None:

@@ -11,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.attention_calls import AttentionArguments, attention_calls, document_mask_of
+from tunecompile.compiler.attention_calls import (
+    AttentionArguments,
+    attention_calls,
+    document_mask_of,
+    leave_out_weights,
+)
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.compiler.token_wise import not_by_documents
 from tunecompile.ir.canonicalize import value
@@ -26,13 +31,14 @@ _FAMILY = "document_attention"
 
 def run(graph: Graph, context: Context) -> None:
     tally = MatchCount(_FAMILY)
-    for node, found in attention_calls(graph).items():
+    for node, found in attention_calls(graph, context.weights_unread).items():
         call, mask = found.arguments, document_mask_of(found.arguments.mask)
         assert mask is not None
         tally.found += 1
         if (reason := not_by_documents(call.map(value))) or (reason := _rewrite(graph, node, call, mask)):
             tally.refused.append(f"{_FAMILY}: {reason}{where_from(node)}")
             continue
+        leave_out_weights(graph, found)
         erase_dead(graph, [node, *found.inside, *_chain(call.mask), *_chain(call.key), *_chain(call.value)])
         tally.rewritten += 1
         tally.places.append(f"{_FAMILY}{where_from(node)}")

@@ -108,8 +108,8 @@ GOLDEN: dict[int, dict[str, Row]] = {
         # written out, whose weights are returned
         **dict.fromkeys(("mpt", "bloom"), NORMS | JOINED | {"attention": (1, 1)}),
         "gpt_neo": NORMS | NARROW | {"attention": (1, 1)},
-        "gptj": NARROW | {"attention": (1, 1), "rope": (2, 2), "layer_norm": (1, 1)},
-        "codegen": JOINED | {"attention": (1, 1), "rope": (2, 2), "layer_norm": (1, 1)},
+        "gptj": NARROW | {"document_attention": (1, 1), "rope": (2, 2), "layer_norm": (1, 1)},
+        "codegen": JOINED | {"document_attention": (1, 1), "rope": (2, 2), "layer_norm": (1, 1)},
         "falcon": {
             "linear_cross_entropy": (1, 1),
             "lora": (4, 4),

@@ -110,7 +110,13 @@ def with_sinks(q, k, v, offsets):
     return torch.matmul(F.softmax(joined, dim=-1, dtype=joined.dtype)[..., :-1], heads(v))
 
 
-@pytest.mark.parametrize("spelling", [written_out, divided, soft_capped, with_sinks])
+def factor_behind_mask(q, k, v, offsets):
+    """As CodeGen writes it."""
+    scores = (torch.matmul(heads(q), heads(k).transpose(-1, -2)) + added(offsets)) / 2.5
+    return torch.matmul(scores.softmax(-1), heads(v))
+
+
+@pytest.mark.parametrize("spelling", [written_out, divided, soft_capped, with_sinks, factor_behind_mask])
 def test_written_out(spelling):
     seen = check(spelling, *inputs(), OFFSETS, passes=PASSES, expect={"varlen_attention": 1})
     assert "softmax" not in str(seen.graphs[0]) and "where" not in str(seen.graphs[0])
@@ -186,6 +192,19 @@ def part_of_it(q, k, v, offsets):
 def test_near_misses():
     """The mask is then made, and the numbers are right."""
     check(another_mask, *inputs(), OFFSETS, passes=PASSES, expect={"document_mask": 1})
+
+
+def test_kernels_get_queries_as_they_were_before_scores_were_made_exact():
+    """As GPT-J writes it: kernels sum products of half precision in fp32 anyway."""
+
+    def exact_scores(q, k, v, offsets):
+        q, k = heads(q).to(torch.float32), heads(k).to(torch.float32)
+        weights = (torch.matmul(q, k.transpose(-1, -2)) / 2.5 + added(offsets)).softmax(-1).to(v.dtype)
+        return torch.matmul(weights, heads(v))
+
+    (graph,) = check(exact_scores, *inputs(torch.bfloat16), OFFSETS, passes=PASSES, whole=False, tol=2e-2).graphs
+    (call,) = [node for node in graph.nodes if node.target is varlen_attention.overload]
+    assert {value(each).dtype for each in call.args[:3]} == {torch.bfloat16} and "float32" not in str(graph)
 
 
 def test_keys_that_were_repeated_are_read_once():

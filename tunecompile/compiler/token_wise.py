@@ -69,11 +69,12 @@ def not_by_documents(call: AttentionArguments) -> Note | None:
     return None
 
 
-def why_not_token_wise(gm: GraphModule) -> Note | None:
+def why_not_token_wise(gm: GraphModule, unread: bool = False) -> Note | None:
     """Why a layer's graph, as Dynamo made it for a row of documents [1, N, ...], may mix tokens; None where it cannot.
 
     Args:
         gm: with N as a symbol. It is not changed.
+        unread: whether attention weights among its results are not read.
     """
     try:
         tokens = _number_of_tokens(gm)
@@ -82,7 +83,7 @@ def why_not_token_wise(gm: GraphModule) -> Note | None:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             inputs = _inputs(gm, tokens)
             with _LeavesTokensApart() as mode:
-                _Reader(gm, mode).run(*inputs)
+                _Reader(gm, mode, unread).run(*inputs)
     except NotTokenWise as found:
         return found.reason
     except Exception as error:  # an operation that fake tensors refuse, say
@@ -120,9 +121,9 @@ def _inputs(gm: GraphModule, tokens: Any) -> list[Any]:
 class _Reader(Interpreter):
     """Runs a graph; attention under a document mask is taken for what it is."""
 
-    def __init__(self, gm: GraphModule, mode: _LeavesTokensApart):
+    def __init__(self, gm: GraphModule, mode: _LeavesTokensApart, unread: bool):
         super().__init__(gm, garbage_collect_values=False)  # what attention reads may be last read in the midst of it
-        self.mode, self.attention = mode, attention_calls(gm.graph)
+        self.mode, self.attention = mode, attention_calls(gm.graph, unread)
         self.skipped = {node for call in self.attention.values() for node in call.inside}
 
     def run_node(self, n: Node) -> Any:
@@ -258,12 +259,13 @@ _ALIKE = _names(
     "copy_ fill_ zero_ masked_fill masked_fill_ where _conj silu gelu",
 )
 _RESHAPED = _names("view _unsafe_view reshape unsqueeze squeeze unflatten flatten view_as_complex view_as_real")
-_MOVED = _names("permute transpose t expand select slice split split_with_sizes unbind cat stack")
+_MOVED = _names("permute transpose t expand repeat select slice split split_with_sizes unbind cat stack")
 _ALONG = _names(
     "sum mean amax amin max min var std var_mean argmax argmin any all prod logsumexp cumsum cumprod topk sort argsort",
     "linalg_vector_norm norm _softmax _log_softmax gather scatter scatter_ scatter_add scatter_add_ index_select",
     "flip glu",
 )
+_LOOKED_UP = _names("embedding index gather")
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "_scaled_mm": (0, 1), "_int_mm": (0, 1)}
 _LAST = _names("native_layer_norm _fused_rms_norm rms_norm layer_norm gemv_4bit gemm_4bit")  #: along the last dimension
 
@@ -286,8 +288,8 @@ def leaves_apart(func: Any, args: tuple, kwargs: dict, given: Sequence[Tensor], 
             and tokens_of(args[0])[0] < args[0].dim() - last
             and not (last > 1 and _has_rows_behind(args[0]))
         )
-    if name == "embedding":
-        return not tokens_of(args[0])
+    if name in _LOOKED_UP and not tokens_of(args[0]):  # in a table, each token by itself
+        return all(map(tokens_of, made))
     if name in _RESHAPED:
         return all(_before(x) == _before(inputs[0]) for x in made)
     if name in _MOVED | _ALONG:
@@ -322,6 +324,9 @@ def _avoids(func: Any, args: tuple, kwargs: dict, inputs: Sequence[Tensor], made
     if name in _TURNS:
         kept = made[0].stride(-1) == inputs[0].stride(-1) and made[0].shape[-1] == inputs[0].shape[-1]
         return all(map(tokens_of, made)) and (kept or not _has_rows_behind(inputs[0]) or _comes_back(made[0]))
+    if name == "repeat":
+        times = list(args[1])[: -_from_right(args[0]) + 1 or None]
+        return all(time == 1 for time in times) and not _has_rows_behind(args[0])
     if name == "expand":
         return all(tokens_of(x) and _from_right(x) == _from_right(inputs[0]) for x in made)
     parameters = [argument.name for argument in func._schema.arguments]

@@ -172,7 +172,7 @@ class Variant:
             self.breaks.append(_one_line(reason))
         if self.flat:
             specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
-            if (mixes := note("has-graph-breaks") if self.breaks else why_not_token_wise(gm)) is not None:
+            if (mixes := note("has-graph-breaks") if self.breaks else why_not_token_wise(gm, self.unread)) is not None:
                 raise NotTokenWise(mixes)
         gm.meta[WEIGHTS_UNREAD] = self.unread
         with _saving_here():

@@ -6,7 +6,7 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed, padded
-from tests.support.compare import assert_same_flattened
+from tests.support.compare import assert_same_flattened, assert_same_step
 from tests.support.models.pairs import attending, pair
 from tests.support.notes import find, has
 from tests.support.reports import flattened, told_apart
@@ -36,6 +36,8 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
         pytest.param("granite", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param("phi3", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param("olmo2", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
+        pytest.param("gptj", {}, marks=pytest.mark.slow),  # it returns its weights, and looks up positions in a table
+        pytest.param("codegen", {}, marks=pytest.mark.slow),  # its scores get their factor behind the mask
         pytest.param(  # values narrower than queries
             "deepseek_v3", {"attn_implementation": "eager", "first_k_dense_replace": 2}, marks=pytest.mark.slow
         ),
@@ -52,6 +54,29 @@ def test_padded_packed_and_full(family, more):
     assert not find(model, "padding-kept", "packing-kept"), report
     (region,) = report.regions
     assert region.providers["varlen_attention: reference"] and not region.recompiles, report
+
+
+@pytest.mark.slow
+def test_weights_that_are_read_between_layers(monkeypatch):
+    """By code that calls layers and may read those of tokens at padding: the batch keeps it."""
+    from transformers.models.gptj import modeling_gptj
+
+    read, call = [], modeling_gptj.GPTJBlock.__call__
+
+    def reading(block, *args, **kwargs):
+        output = call(block, *args, **kwargs)
+        assert output[1].shape == (4, 4, 20, 20)
+        read.append((output[1] * 1).detach())
+        return output
+
+    model, reference = pair(lambda: zoo.make("gptj", num_hidden_layers=2, use_cache=False))
+    zoo.step(model, padded(seed=1))
+    assert flattened(model) == 1
+    monkeypatch.setattr(modeling_gptj.GPTJBlock, "__call__", reading)
+    assert_same_step(model, reference, padded(seed=1))
+    ours, theirs = read[-4:-2], read[-2:]
+    assert all(torch.allclose(*each, atol=1e-5) for each in zip(ours, theirs)) and flattened(model) == 1
+    assert has(model, "padding-kept") and has(model, "weights-read"), tunecompile.report(model)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from tunecompile.compiler.attention_calls.calls import attention_arguments, attention_calls, document_mask_of
 from tunecompile.compiler.attention_calls.found import LOWEST, AttentionArguments, FoundAttention, Term
+from tunecompile.compiler.attention_calls.weights import leave_out_weights
 from tunecompile.compiler.attention_calls.written_out import written_out_attention
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "attention_arguments",
     "attention_calls",
     "document_mask_of",
+    "leave_out_weights",
     "written_out_attention",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from tunecompile.compiler.attention_calls.found import LOWEST, AttentionArguments, FoundAttention
-from tunecompile.compiler.attention_calls.reading import calls
+from tunecompile.compiler.attention_calls.reading import calls, casts
 from tunecompile.compiler.attention_calls.written_out import read_written_out
 from tunecompile.ir.canonicalize import value
+from tunecompile.ir.op import HALF
 from tunecompile.ops import document_mask
 
 __all__ = ["attention_arguments", "attention_calls", "document_mask_of"]
@@ -22,15 +24,46 @@ __all__ = ["attention_arguments", "attention_calls", "document_mask_of"]
 _NAMES = {"attn_mask": "mask", "dropout_p": "dropout", "is_causal": "causal"}
 
 
-def attention_calls(graph: Graph) -> dict[Node, FoundAttention]:
-    """Attention under a document mask, by the node of its result."""
+def attention_calls(graph: Graph, unread: bool = False) -> dict[Node, FoundAttention]:
+    """Attention under a document mask, by the node of its result.
+
+    unread: whether weights that are a result of the graph are not read.
+    """
     found = {}
     for node in graph.nodes:
         called = node.target is F.scaled_dot_product_attention
-        call = FoundAttention(attention_arguments(node)) if called else read_written_out(node)
+        call = FoundAttention(attention_arguments(node)) if called else read_written_out(node, unread)
+        call = call if call is None or call.arguments.mask is not None else _with_its_only_mask(call)
         if call is not None and document_mask_of(call.arguments.mask) is not None:
-            found[node] = call
+            found[node] = _as_narrow_as_values(call)
     return found
+
+
+def _with_its_only_mask(call: FoundAttention) -> FoundAttention:
+    """With the mask that is added before scores get their factor (CodeGen): it leaves out the same keys."""
+    if len(call.terms) != 1 or any(call.orders) or call.heads:
+        return call
+    (term,) = call.terms
+    given = value(term.mask)
+    added = term.fill is None and isinstance(given, Tensor) and given.is_floating_point()
+    if not added or term.factor <= 0 or torch.finfo(given.dtype).min * term.factor > LOWEST:
+        return call
+    return replace(call, arguments=replace(call.arguments, mask=term.mask))
+
+
+def _as_narrow_as_values(found: FoundAttention) -> FoundAttention:
+    """With queries and keys as they were before they were cast for exact scores, which kernels sum in fp32 anyway."""
+    call, narrow = found.arguments, {}
+    for name in ("query", "key"):
+        wide = getattr(call, name)
+        before = wide.args[0] if isinstance(wide, Node) and casts(wide) else None
+        if not isinstance(before, Node) or value(wide).dtype is not torch.float32 or value(before).dtype not in HALF:
+            return found
+        if value(before).dtype != value(call.value).dtype:
+            return found
+        narrow[name] = before
+    unread = {wide for wide in (call.query, call.key) if set(wide.users) <= found.inside}
+    return replace(found, arguments=replace(call, **narrow), inside=found.inside | unread)
 
 
 def attention_arguments(node: Node) -> AttentionArguments:

@@ -175,6 +175,8 @@ class FlatBatch:
         raise _HasNoTokens
 
     def _left(self, flat: Tensor, keep: bool) -> Tensor:
+        if flat.dim() == 4 and not len(flat):  # attention weights of no row, see `unread_weights`
+            return flat.new_empty(0, flat.shape[1], self.shape[1], self.shape[1])
         if flat.shape[:2] != (1, len(self.index)):
             return flat
         padded = self.unflatten(flat)
