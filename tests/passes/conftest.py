@@ -12,7 +12,8 @@ def one_case_through_the_whole_backend(request):
     """Every case runs through the recognise passes, values and gradients compared. The first of a test also runs through
     AOTAutograd, plan and lowering, which takes most of the time; with the slow tests, all of them do."""
     indices = request.node.callspec.indices.values() if hasattr(request.node, "callspec") else ()
-    everything = "not slow" not in (request.config.getoption("markexpr") or "")
+    slow = request.node.get_closest_marker("slow") is not None
+    everything = slow or "not slow" not in (request.config.getoption("markexpr") or "")
     token = whole_backend.set(everything or not any(indices))
     yield
     whole_backend.reset(token)
