@@ -28,6 +28,13 @@ def some_ignored(labels):
     return labels.masked_fill(labels % 3 == 0, -100)
 
 
+def scaled_without_gradients(logits, labels):
+    """Values are scaled, and gradients are not."""
+    with torch.no_grad():
+        logits.mul_(0.5)
+    return log_probs(logits, labels)
+
+
 #: uses that are computed of hidden states
 WITHOUT_LOGITS = {
     **{
@@ -127,6 +134,7 @@ OF_LOGITS = {
         logits + torch.ones(WORDS).double() + torch.ones(WORDS).double(), labels
     ),
     "a bias behind a scale": lambda logits, labels: log_probs(logits * 2 + torch.ones(WORDS).double(), labels),
+    "scaled without gradients": scaled_without_gradients,
     "scores and log-probabilities": lambda logits, labels: logits.log_softmax(-1).exp() + logits.sigmoid(),
     "a pick of other logits": lambda logits, labels: picked(logits * 2, labels) - logits.logsumexp(-1),
     "two picks": lambda logits, labels: picked(logits, labels) - picked(logits, labels.flip(0)),

@@ -96,6 +96,14 @@ def test_what_is_no_call_of_one_tensor_is_the_modules_own():
     assert not isinstance(slot(states()), LazyTensor)
 
 
+def test_logits_have_the_dtype_of_autocast():
+    slot, _ = slot_of(linear(torch.float32), active=True)
+    hidden = states(torch.float32)
+    assert slot(hidden).dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert slot(hidden).dtype is torch.bfloat16
+
+
 def test_a_budget_settles_before_the_loss():
     settled = []
     budget = types.SimpleNamespace(settle=lambda: settled.append(1))

@@ -167,7 +167,9 @@ def test_memory_that_ran_out_is_planned_around():
     assert not made.retreat(10) and not planner(ROOMY).give_way(10), "nothing is planned yet"
     step(made)
     peak = made.admitted.choice.peak
+    made.memory.gauge.most = 7
     assert made.retreat(100) and made.admitted.choice.peak < peak and made.progress.pressed
+    assert made.progress.highest == 7, "of a plan that is dropped"
     target = peak - 100
     assert made.admitted.room <= target and made.memory.surplus > 0
     assert made.retreat(None) and plans(made) == [RECOMPUTE] * LAYERS
@@ -205,6 +207,23 @@ def test_where_none_fits_regions_are_surveyed_again():
     count = made.plans
     step(made)
     assert made.plans == count and plans(made) == [RECOMPUTE] * LAYERS, "it is final"
+
+
+def test_a_plan_that_cannot_be_made_is_told(monkeypatch):
+    """Layers of this kind were surveyed on another device, say. A plan that is there is not lost without a word."""
+    made = planner(TIGHT)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "solve", lambda request: 1 // 0)
+        for _ in range(2):
+            step(made)
+    assert made.admitted is None and len(made.notes) == 1
+    assert has(made.report_notes(), "no-memory-plan", subject="cpu", detail="ZeroDivisionError")
+    step(made)
+    assert made.admitted is not None
+    made.progress.tokens, made.progress.exceeded = TOKENS, True
+    monkeypatch.setattr(module, "solve", lambda request: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        made._review()
 
 
 def test_layers_follow_their_users_checkpointing_as_long_as_nothing_is_known():

@@ -72,8 +72,9 @@ def test_results_are_read_as_they_were_before_they_were_padded(keep, named):
     assert entered(padded)[0] is not row
     flat.leave(row, keep=False)
     again = flat.leave(row, keep=True)
+    assert flat.shared
     flat.forget()
-    assert entered(again)[0] is not row and flat.last is None
+    assert not flat.shared and flat.last is None and entered(again)[0] is not row
 
 
 def test_results_of_any_form():
