@@ -308,6 +308,7 @@ def clamped_backward(grad, both, alpha, limit):
 
     Args:
         grad: of the result, [..., F], any strides. The others are those of ``clamped``.
+        limit: of `clamped`, or the next smaller number in fp32: then values that equal the limit get no gradient.
 
     Returns:
         [..., 2F] in both's dtype, contiguous.

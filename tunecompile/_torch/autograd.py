@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.lookup import exist, lookup
 
 __all__ = [
+    "CLAMP_CUTS_AT_LIMIT",
     "CheckpointPolicy",
     "differentiable_outputs",
     "in_backward",
@@ -29,6 +31,9 @@ __all__ = [
     "saving_is_taken",
     "set_grad_enabled",
 ]
+
+#: whether `clamp` gives no gradient to a value that equals its limit (torch 2.13 does)
+CLAMP_CUTS_AT_LIMIT = TorchVersion(torch.__version__) >= (2, 14)
 
 
 @contextlib.contextmanager

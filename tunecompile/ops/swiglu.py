@@ -1,9 +1,12 @@
 """Gated linear units (Shazeer, 2020, arXiv:2002.05202): SwiGLU, GeGLU, and the clamped gate of gpt-oss."""
 
+import struct
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile._torch.autograd import CLAMP_CUTS_AT_LIMIT
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.shape_rule_cache import are_contiguous, contiguous_like
 from tunecompile.notes import Note, note
@@ -163,7 +166,7 @@ def clamped_gate(both: Tensor, alpha: float, limit: float) -> Tensor:
 
 @clamped_gate.backward(saves=("both", "alpha", "limit"), gives=("both",))
 def clamped_gate_backward(grad: Tensor, both: Tensor, alpha: float, limit: float) -> list[Tensor]:
-    """The gradient of `clamped_gate`; clamped values get none, as in torch's `clamp`.
+    """The gradient of `clamped_gate`; clamped values get none, and those that equal a limit what torch's `clamp` gives.
 
     Args:
         grad: of the result, [..., F] in its dtype. The others are those of `clamped_gate`.
@@ -172,7 +175,8 @@ def clamped_gate_backward(grad: Tensor, both: Tensor, alpha: float, limit: float
         [dboth], in shape and dtype of both.
     """
     gate, up = both.to(compute_dtype(both.dtype)).unflatten(-1, (-1, 2)).unbind(-1)
-    gate_inside, up_inside = gate <= limit, up.abs() <= limit
+    inside = torch.lt if CLAMP_CUTS_AT_LIMIT else torch.le
+    gate_inside, up_inside = inside(gate, limit), inside(up.abs(), limit)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     sigmoid, wide = torch.sigmoid(alpha * gate), grad.to(gate.dtype)
     d_gate = wide * (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid))
@@ -202,4 +206,12 @@ def _(both, alpha, limit):
 def _(grad, both, alpha, limit):
     from tunecompile.templates import swiglu
 
-    return [swiglu.clamped_backward(grad, both, alpha, limit)]
+    return [swiglu.clamped_backward(grad, both, alpha, largest_inside(limit))]
+
+
+def largest_inside(limit: float) -> float:
+    """The largest value in fp32 that torch's `clamp` to this limit gives a gradient. limit: above 0."""
+    if not CLAMP_CUTS_AT_LIMIT:
+        return limit
+    (bits,) = struct.unpack("i", struct.pack("f", limit))
+    return struct.unpack("f", struct.pack("i", bits - 1))[0]
