@@ -29,7 +29,7 @@ def adapted(layer, x, a, b):
     return layer(x) + F.linear(F.linear(x, a), b) * 0.5
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"double": False}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"double": False}], ids=str)
 def test_siblings_read_packed_weights(options):
     one, other = linear_4bit(n=6, **options), linear_4bit(n=128, **options)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tunecompile.errors import UnknownBudget
 from tunecompile.planner.device_memory import HostGauge, budget_bytes, host_budget_bytes
-from tunecompile.planner.solver import KEEP, LayerRun, Plan, PlanOption, choose, peak, smaller_options
+from tunecompile.planner.solver import KEEP, LayerRun, Plan, PlanOption, choose, peak, plan_lines, smaller_options
 
 bytes_ = st.integers(0, 100)
 option = st.builds(
@@ -339,3 +339,13 @@ def test_the_host_holds_what_is_sent_to_it(plain, others, layers, room, tail, ho
     assert choice.peak == peak(choice.options, tail, choice.ahead) and choice.fits == (choice.peak <= room)
     assert not choice.fits or choice.ms <= sum(o.ms for o in choice.options[0]) + 1e-9
     assert choose([stack], room, tail, None).fits or not choice.fits
+
+
+def test_plans_in_words():
+    plain = {"layers": 30, "recompute": [], "tiles": 1, "offload": False, "largest_stays": False}
+    again = {**plain, "layers": 2, "recompute": ["mm 8x32", "mm 8x2"], "tiles": 4, "offload": True}
+    assert plan_lines([plain, again, {**again, "recompute": [], "largest_stays": True}]) == [
+        "     30 layers keep all that is expensive to recompute",
+        "      2 layers recompute mm 8x32, mm 8x2; MLP in 4 tiles; the rest is offloaded",
+        "      2 layers keep all that is expensive to recompute; MLP in 4 tiles; all but the largest tensor is offloaded",
+    ]
