@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 #: whether `clamp` gives no gradient to a value that equals its limit (torch 2.13 does)
-CLAMP_CUTS_AT_LIMIT = TorchVersion(torch.__version__) >= (2, 14)
+CLAMP_CUTS_AT_LIMIT = TorchVersion(torch.__version__) >= "2.14"
 
 
 @contextlib.contextmanager
