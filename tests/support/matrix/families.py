@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import zoo
+from tests.support.batches import padded
 from tests.support.matrix.cells import Cell, lora, small
-from tests.support.models import images, mixtures
+from tests.support.models import hybrids, images, mixtures
 from tests.support.models.custom import VOCABULARY, Modern, NanoGPT
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
@@ -138,8 +139,42 @@ MIXTURES = {
     "Granite MoE": "granitemoe",
     "Gemma 4 MoE": "gemma4",
 }
+#: as people call them -> the names of `tests.support.models.hybrids`
+HYBRIDS = {
+    "Qwen3-Next": "qwen3_next",
+    "Qwen3.5-MoE": "qwen3_5_moe",
+    "OLMo-hybrid": "olmo_hybrid",
+    "Kimi Linear": "kimi_linear",
+    "LFM2-MoE": "lfm2_moe",
+    "LFM3": "lfm3",
+    "Granite 4": "granite_hybrid",
+    "Granite 4, with experts": "granite_hybrid_moe",
+    "Nemotron-H": "nemotron_h",
+    "Falcon-H1": "falcon_h1",
+    "Bamba": "bamba",
+    "Mamba-2, Codestral Mamba": "mamba2",
+    "Zamba2": "zamba2",
+    "Zamba": "zamba",
+    "Jamba": "jamba",
+    "Mamba": "mamba",
+    "Falcon-Mamba": "falcon_mamba",
+}
+
+
+def whole_and_padded_rows() -> list[dict]:
+    return [zoo.batch(rows=2, length=16), padded(3, 20), padded(3, 24, "left")]
+
+
+def hybrid(family: str) -> nn.Module:
+    return hybrids.adapt(hybrids.make(family, torch.float32, **hybrids.ONE_OF_EACH.get(family, {})))
+
+
 FAMILIES: dict[str, dict] = {
     **{name: dict(build=lora(family, model=config)) for name, (family, config) in TEXT.items()},
+    **{
+        f"{name}, a hybrid": dict(build=lambda family=family: hybrid(family), batches=whole_and_padded_rows)
+        for name, family in HYBRIDS.items()
+    },
     "Qwen3-MoE, all weights": dict(build=lambda: small("qwen3_moe")),
     "Llama 4, text, with experts, all weights": dict(
         build=lambda: small("llama4", moe_layers=[1], num_local_experts=4, num_experts_per_tok=1)
