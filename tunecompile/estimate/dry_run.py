@@ -159,12 +159,22 @@ def _blank_mask(model: nn.Module, ids: Tensor, fakes: FakeTensorMode) -> dict[st
     """A mask to call a model of written-out attention with, which would make one itself: [T, T] may be too large."""
     config = getattr(model, "config", None)
     takes = "attention_mask" in inspect.signature(model.forward).parameters
-    if not takes or getattr(config, "_attn_implementation", None) != "eager":
+    if (
+        not takes
+        or not _has_heads(type(getattr(config, "get_text_config", lambda: config)()))
+        or getattr(config, "_attn_implementation", None) != "eager"
+    ):
         return {}
     rows, length = ids.shape
     with fakes:
         dtype = getattr(model, "dtype", torch.float32)
         return {"attention_mask": torch.empty((rows, 1, length, length), dtype=dtype, device=ids.device)}
+
+
+def _has_heads(config: type) -> bool:
+    """Whether configs of a class have heads of attention. (Mamba's have none, and say "eager" of it, too.)"""
+    known = {*dir(config), *inspect.signature(config.__init__).parameters, *getattr(config, "attribute_map", {})}
+    return "num_attention_heads" in known
 
 
 def _skeleton(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
