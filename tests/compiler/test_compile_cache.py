@@ -52,3 +52,9 @@ def test_where_nothing_can_be_written(folders, monkeypatch):
     read_only(monkeypatch, *folders)
     (said,) = compile_cache.link_read_only()
     assert said.startswith("neither ") and os.environ[compile_cache.FOLDER] == str(folders[0])
+
+
+def test_a_folder_that_cannot_be_made_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert not compile_cache._writable(tmp_path / "file" / "below")
+    assert compile_cache._writable(tmp_path / "new" / "below") and (tmp_path / "new" / "below").is_dir()

@@ -134,3 +134,12 @@ def test_biases_of_another_number_or_dtype():
     assert "the sum is torch.float32" in seen(layer(), dtype=torch.float32)[1]
     bias, why = seen(layer(add=lambda made, bias, ids: made.add_(bias[ids])), dtype=torch.float32)
     assert bias is not None and not why
+
+
+def test_a_product_that_stays_as_it_is_says_why_in_the_graph():
+    """Drawings show it."""
+    inputs = torch.randn(3, WIDTH), torch.randn(EXPERTS, INNER, WIDTH), torch.tensor([2, 0, 2])
+    gm = traced(lambda x, weight, ids: torch.bmm(weight[ids], x.unsqueeze(-1)), *inputs)
+    run_stage(PASSES, "recognize", gm.graph, Context("test"))
+    missed = {node.name: node.meta["missed"] for node in gm.graph.nodes if "missed" in node.meta}
+    assert list(missed) == ["bmm"] and "copy of its expert's matrix" in missed["bmm"]
