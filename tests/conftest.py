@@ -48,6 +48,8 @@ def pytest_collection_modifyitems(config, items):
     from tests.support.turns import turn
 
     without_profiles()
+    if unnamed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"no two processes call it the same, give the case a name: {unnamed[0]}")
     if commit := config.getoption("turn_of"):
         slow = [item for item in items if item.get_closest_marker("slow")]
         drawn = turn((item.nodeid for item in slow if not any(map(item.get_closest_marker, ("gpu", "long")))), commit)
