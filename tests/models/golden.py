@@ -30,6 +30,7 @@ NORMS = {"layer_norm": (2, 2), "add_layer_norm": (1, 1)}
 
 #: both products, ways there and back, and of routing weights
 EXPERTS = {"experts": (2, 2), "expert_rows": (3, 3), "weighted_gate": (1, 1)}
+EXPERTS_TWICE = {"experts": (4, 4), "expert_rows": (6, 6), "weighted_gate": (2, 2)}  #: in two layers
 MOE = LLAMA | EXPERTS | {"lora": (4, 4), "grouped_linear": (3, 3)}
 #: a bias is weighted, too
 GPT_OSS = {name: count for name, count in MOE.items() if name != "weighted_gate"}
@@ -123,13 +124,7 @@ ADAPTED_4BIT = {"nf4": (4, 4), "lora": (4, 4), "grouped_linear": (3, 3)}
 MOE_4BIT = MOE | ADAPTED_4BIT
 SHARED_4BIT = MOE | {"swiglu": (2, 2)}  #: a shared expert beside
 LATENT_4BIT = SHARED_4BIT | {"nf4": (8, 8), "lora": (5, 5), "grouped_linear": (2, 2), "rms_norm": (4, 4)}
-HYBRID_4BIT = MOE | {
-    "experts": (4, 4),
-    "expert_rows": (6, 6),
-    "weighted_gate": (2, 2),
-    "swiglu": (5, 5),
-    "rms_norm": (7, 7),
-}
+HYBRID_4BIT = MOE | EXPERTS_TWICE | {"swiglu": (5, 5), "rms_norm": (7, 7)}
 
 #: mixtures with linears and experts in 4 bits under adapters on linears: by the names of `tests.support.models.mixtures`
 IN_4BIT: dict[str, Row] = {
@@ -155,10 +150,11 @@ def _without(pattern: str, *families: str) -> dict[str, Row]:
 #: (from which version of transformers on, before which one, rows that are otherwise there)
 OTHERWISE: tuple[tuple[tuple[int, int], tuple[int, int], dict[str, Row]], ...] = (
     ((5, 0), (5, 1), _without("document_attention", "gemma2")),
-    # weights are returned whether they are requested or not
-    ((5, 0), (5, 1), {"codegen": GOLDEN[5]["codegen"] | {"attention": (1, 0)}}),
+    # their padding stays; CodeGen's weights are returned whether they are requested or not
+    ((5, 0), (5, 1), {"gptj": _without("document_attention", "gptj")["gptj"] | {"attention": (1, 1)}}),
+    ((5, 0), (5, 1), {"codegen": _without("document_attention", "codegen")["codegen"] | {"attention": (1, 0)}}),
     # no longer written out: they call `scaled_dot_product_attention`
-    ((5, 24), (6, 0), _without("attention", "gptj", "codegen")),
+    ((5, 24), (6, 0), _without("document_attention", "gptj", "codegen")),
 )
 
 #: where layers with experts run eagerly in fp32: what is found in the others
@@ -203,60 +199,23 @@ HYBRIDS: dict[str, Row] = {
     "qwen3_5": counts(lora=14, grouped_linear=10, swiglu=3, rms_norm=7, add_rms_norm=2, rope=2, document_attention=1)
     | {"lora_mlp": (2, 0)},
     "qwen3_5_moe": counts(
-        lora=16,
-        grouped_linear=10,
-        swiglu=5,
-        rms_norm=7,
-        add_rms_norm=2,
-        rope=2,
-        document_attention=1,
-        experts=4,
-        expert_rows=6,
-        weighted_gate=2,
+        lora=16, grouped_linear=10, swiglu=5, rms_norm=7, add_rms_norm=2, rope=2, document_attention=1
     )
+    | EXPERTS_TWICE
     | {"lora_mlp": (2, 0)},
-    "qwen3_next": counts(
-        lora=8,
-        grouped_linear=3,
-        swiglu=5,
-        rms_norm=7,
-        add_rms_norm=2,
-        rope=2,
-        document_attention=1,
-        experts=4,
-        expert_rows=6,
-        weighted_gate=2,
-    ),
+    "qwen3_next": counts(lora=8, grouped_linear=3, swiglu=5, rms_norm=7, add_rms_norm=2, rope=2, document_attention=1)
+    | EXPERTS_TWICE,
     "olmo_hybrid": counts(
         lora=17, grouped_linear=12, swiglu=3, rms_norm=7, add_rms_norm=1, rope=2, document_attention=1
     )
     | {"lora_mlp": (2, 0)},
-    "kimi_linear": counts(
-        lora=19,
-        grouped_linear=12,
-        swiglu=3,
-        rms_norm=6,
-        add_rms_norm=2,
-        document_attention=1,
-        experts=2,
-        expert_rows=3,
-        weighted_gate=1,
-    )
+    "kimi_linear": counts(lora=19, grouped_linear=12, swiglu=3, rms_norm=6, add_rms_norm=2, document_attention=1)
+    | EXPERTS
     | {"lora_mlp": (2, 0)},
     "lfm2": counts(lora=10, grouped_linear=7, swiglu=2, rms_norm=6, add_rms_norm=2, rope=2, document_attention=1)
     | {"lora_mlp": (2, 0)},
-    "lfm2_moe": counts(
-        lora=7,
-        grouped_linear=5,
-        swiglu=2,
-        rms_norm=6,
-        add_rms_norm=2,
-        rope=2,
-        document_attention=1,
-        experts=2,
-        expert_rows=3,
-        weighted_gate=1,
-    )
+    "lfm2_moe": counts(lora=7, grouped_linear=5, swiglu=2, rms_norm=6, add_rms_norm=2, rope=2, document_attention=1)
+    | EXPERTS
     | {"lora_mlp": (1, 0)},
     "lfm3": counts(lora=12, grouped_linear=8, swiglu=2, rms_norm=10, add_rms_norm=2, rope=2, document_attention=1)
     | {"lora_mlp": (2, 0)},
@@ -267,17 +226,9 @@ HYBRIDS: dict[str, Row] = {
     )
     | {"lora_mlp": (2, 0)},
     "granite_hybrid_moe": counts(
-        lora=9,
-        grouped_linear=3,
-        swiglu=5,
-        rms_norm=5,
-        add_rms_norm=2,
-        rope=2,
-        document_attention=1,
-        experts=4,
-        expert_rows=6,
-        weighted_gate=2,
+        lora=9, grouped_linear=3, swiglu=5, rms_norm=5, add_rms_norm=2, rope=2, document_attention=1
     )
+    | EXPERTS_TWICE
     | {"lora_mlp": (2, 0)},
     "falcon_h1": counts(lora=8, grouped_linear=3, swiglu=2, rms_norm=2, add_rms_norm=1, rope=2, document_attention=1)
     | {"lora_mlp": (1, 0)},
