@@ -48,6 +48,6 @@ def documents(*lengths: int) -> tuple[dict, dict]:
     rows = {
         "input_ids": pad(row["input_ids"][0].split(lengths), batch_first=True),
         "labels": pad(row["labels"][0].split(lengths), batch_first=True, padding_value=-100),
-        "attention_mask": (torch.arange(longest) < torch.tensor(lengths)[:, None]).long(),
+        "attention_mask": lengths_mask(*lengths, length=longest),
     }
     return {**row, **bounds, "use_cache": False}, rows

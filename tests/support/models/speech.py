@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import zoo
+from tests.support.batches import lengths_mask
 
 
 def whisper() -> nn.Module:
@@ -112,7 +113,7 @@ def heard(tokens: tuple[int, ...], frames: tuple[int, ...] | None = None, seed: 
     batch = {"input_ids": ids, "labels": ids.masked_fill(ids == SOUND, -100), "input_features": sounds}
     batch["attention_mask"] = torch.ones_like(ids)
     if frames is not None:
-        batch["feature_attention_mask"] = (torch.arange(64) < torch.tensor(frames)[:, None]).long()
+        batch["feature_attention_mask"] = lengths_mask(*frames, length=64)
     return batch
 
 
