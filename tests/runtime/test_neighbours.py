@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from torch import nn
 
+import tunecompile
 from tests.support import zoo
 from tests.support.models.pairs import checkpoint, optimized, small
 
@@ -99,3 +101,33 @@ def test_nothing_of_another_package_is_assigned_to():
     after = snapshot()
     changed = {name: {key for key in before[name] if before[name][key] != after[name].get(key)} for name in before}
     assert not {name: keys for name, keys in changed.items() if keys}
+
+
+def test_decoding_is_compiled_once_by_who_compiles_it():
+    """`generate` with a static cache compiles the model's forward: nothing that changes from call to call may be read."""
+    from transformers import StaticCache
+
+    plain = zoo.adapt(zoo.make("llama", num_hidden_layers=2))
+    model = tunecompile.optimize(copy.deepcopy(plain), executor="eager", memory="64GiB")
+    zoo.step(model, zoo.batch())
+    model.eval(), plain.eval()
+    graphs, prompt = [], zoo.batch()["input_ids"]
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def decoded(model, call):
+        cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + 8)
+        made = [model(prompt, past_key_values=cache, use_cache=True).logits]
+        for place in range(4):
+            at = torch.tensor([[prompt.shape[1] + place]] * len(prompt))
+            made.append(
+                call(prompt[:, place : place + 1], position_ids=at, past_key_values=cache, use_cache=True).logits
+            )
+        return torch.cat(made, 1)
+
+    with torch.no_grad():
+        expected, made_by_ours = decoded(plain, plain), decoded(model, torch.compile(model, backend=backend))
+    torch.testing.assert_close(made_by_ours, expected)
+    assert len(graphs) == 1

@@ -106,12 +106,13 @@ class Step:
     def enter(self, module: nn.Module) -> None:
         """A call of the module that owns the layers begins."""
         self.entered = True
+        if is_compiling():  # by others: what was read there, such as a count, Dynamo would guard on
+            self.active, self.outer = False, True
+            return
         self._look_at_functions()
         self.batches += 1
         self.active = module.training and torch.is_grad_enabled() and not others_trace()
-        if is_compiling():
-            self.outer = True  # written and never read there, where Dynamo would guard on it
-        elif others_trace():
+        if others_trace():
             self.transformed = True
         elif not module.training and torch.is_grad_enabled():
             self.in_eval = True
