@@ -1,6 +1,7 @@
 """Delta rules by their templates in whole models: gradients no further from fp32 than eager's, padded or not."""
 
 import copy
+from collections import defaultdict
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.models import hybrids
-from tests.support.models.gpu import median
+from tests.support.models.gpu import median, pooled
 from tests.support.notes import EAGER, find
 from tests.support.reports import flattened
 from tunecompile.runtime.cuda_graphs import launch_bound
@@ -67,19 +68,22 @@ def test_no_further_from_fp32_than_eager(family, mode, side):
     model = hybrids.adapt(model, r=16, lora_alpha=16) if mode == "lora" else model
     reference, plain = zoo.in_fp32(model), copy.deepcopy(model)
     tunecompile.optimize(model)
-    for rows, length in ((4, 256), (3, 391)):
+    made = defaultdict(list)
+    for seed, (rows, length) in enumerate(3 * ((4, 256), (3, 391))):
         inputs = (
-            padded(rows, length, side, 0, "cuda", 4099) if side else zoo.batch(4099, rows, length, "cuda", seed=length)
+            padded(rows, length, side, seed, "cuda", 4099) if side else zoo.batch(4099, rows, length, "cuda", seed=seed)
         )
         (_, exact), (_, eager), (_, ours) = (zoo.step(m, inputs) for m in (reference, plain, model))
-        theirs, mine = zoo.errors(eager, exact), zoo.errors(ours, exact)
-        ratios = {name: mine[name] / max(theirs[name], torch.finfo(torch.bfloat16).eps) for name in mine}
-        worst = max(ratios, key=ratios.__getitem__)
-        print(f"median {median(mine.values()) / median(theirs.values()):.3f}, {worst}: {ratios[worst]:.3f}")
-        assert median(mine.values()) <= 1.1 * median(theirs.values())
-        assert ratios[worst] < 2, (worst, mine[worst], theirs[worst])
+        made["eager"].append(zoo.errors(eager, exact))
+        made["ours"].append(zoo.errors(ours, exact))
+    theirs, mine = pooled(made["eager"]), pooled(made["ours"])
+    ratios = {name: mine[name] / max(theirs[name], torch.finfo(torch.bfloat16).eps) for name in mine}
+    worst = max(ratios, key=ratios.__getitem__)
+    print(f"median {median(mine.values()) / median(theirs.values()):.3f}, {worst}: {ratios[worst]:.3f}")
+    assert median(mine.values()) <= 1.1 * median(theirs.values())
+    assert ratios[worst] < 2, (worst, mine[worst], theirs[worst])
     told = tunecompile.report(model)
-    assert not find(told, *EAGER) and flattened(model) == (2 if side else 0), told
+    assert not find(told, *EAGER) and flattened(model) == (6 if side else 0), told
     found = {name for region in told.regions for name in region.providers}
     assert {f"{op}: triton", f"{op}_backward: triton"} <= found, told
 

@@ -62,4 +62,6 @@ def test_the_first_step_tries_templates_where_no_test_ran(monkeypatch, tmp_path)
     loss, _ = zoo.step(tunecompile.optimize(model), inputs, torch.bfloat16)
     tried = {name: fault for (name, *_), fault in probe._known.items()}
     assert tried["lora_mlp"] == tried["lora_mlp_backward"] == "" and not any(tried.values())
-    assert loss == pytest.approx(expected.item(), rel=1e-2) and not find(model, *EAGER, *FAILED, "template-wrong")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2) and not find(
+        model, *EAGER, *FAILED, "template-wrong"
+    )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
 import torch
 
 from tests.support import zoo
@@ -26,6 +31,18 @@ def build(family: str, mode: str):
 
 def median(values) -> float:
     return sorted(values)[len(values) // 2]
+
+
+def pooled(errors: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The root mean square of each parameter's errors in several batches, over all layers.
+
+    A gradient of few numbers, such as that of a router's bias, has its luck in one batch and layer.
+    """
+    squares = defaultdict(list)
+    for each in errors:
+        for name, error in each.items():
+            squares[re.sub(r"\.\d+\.", ".N.", name)].append(error**2)
+    return {name: math.sqrt(sum(each) / len(each)) for name, each in squares.items()}
 
 
 def backward(model, inputs):
