@@ -139,6 +139,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as out:
         common = {"output_dir": out, "max_steps": steps, "logging_steps": 1, "report_to": [], "save_strategy": "no"}
+        common |= {"gradient_accumulation_steps": 1}  # unless it is told, Unsloth takes two
         common |= {"bf16": bf16, "use_cpu": not bf16, "learning_rate": 1e-4, "lr_scheduler_type": "constant"}
         common |= {
             "optim": "adamw_torch_fused",
