@@ -45,7 +45,7 @@ from report_tables import (
     render_speedups,
     shown,
 )
-from report_trainers import render_trainers
+from report_trainers import render_generation, render_trainers
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "pages"
@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed": render_speed,
     "cards": render_cards,
     "trainers": render_trainers,
+    "generation": render_generation,
     "longest": render_longest,
     "batches": render_batches,
     "peaks": render_peaks,

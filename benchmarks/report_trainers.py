@@ -1,4 +1,4 @@
-"""The table of TRL's trainers, from the files of `benchmarks/steps/trainers.py`."""
+"""The tables of TRL's trainers and of generation between steps, from the files of `benchmarks/steps/trainers.py` and `generation.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from typing import Any
 from report_tables import RESULTS, complete, load_all, measured_on, shown, to_markdown
 
 HEAD = ("trainer, batch", "system", "tokens/s", "step, ms", "peak, GiB", "first step, s", "tunecompile is faster by")
+GENERATION = (
+    "model, rows x prompt + new tokens",
+    "cache",
+    "adapters",
+    "HF + PEFT, ms",
+    "**tunecompile**, ms",
+    "as fast",
+)
 TITLES = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
 
 
@@ -35,6 +43,35 @@ def _rows(runs: list[dict[str, Any]]) -> list[list[str]]:
                 f"{run['peak_gib']:.1f}",
                 f"{run['first_step_s']:.1f}",
                 f"{ratio:.2f}x" if ratio else "",
+            ]
+        )
+    return rows
+
+
+def render_generation(folder: Path = RESULTS) -> str:
+    """A row for each cache, before and after the adapters changed: a plain model and an optimized one."""
+    results = load_all("generation-*.json", folder)
+    rows = [row for result in results for row in _generated(complete(result))]
+    packages = (("torch", "torch"), ("transformers", "transformers"))
+    return to_markdown(GENERATION, rows) + "\n" + measured_on(results, packages) if rows else ""
+
+
+def _generated(runs: list[dict[str, Any]]) -> list[list[str]]:
+    rows = []
+    for plain in (run for run in runs if run["system"] == "hf"):
+        case = plain["cache"], plain["changed"]
+        ours = next(run for run in runs if run["system"] == "tunecompile" and (run["cache"], run["changed"]) == case)
+        layers = f" ({plain['layers']} layers)" if plain["layers"] else ""
+        times = [
+            f"{run['ms']:.0f} ({min(run['all_ms'][1:]):.0f} to {max(run['all_ms'][1:]):.0f})" for run in (plain, ours)
+        ]
+        rows.append(
+            [
+                f"{plain['model']}{layers}, {plain['mode']}, {plain['shape']}",
+                plain["cache"],
+                "trained further" if plain["changed"] else "trained",
+                *times,
+                f"{plain['ms'] / ours['ms']:.2f}x",
             ]
         )
     return rows
