@@ -144,7 +144,7 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
     "channel_scan_back": (TileRow(Tile(64, num_warps=8, step=64)),),
     "channel_outputs": (TileRow(Tile(64, step=64)),),
     "channel_products": (TileRow(Tile(64, step=64)),),
-    "channel_operands": (TileRow(Tile(64, num_warps=8, step=64)),),
+    "channel_operands": (TileRow(Tile(64, num_warps=8, step=32)),),
 }
 
 

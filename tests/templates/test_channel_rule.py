@@ -49,6 +49,22 @@ def test_against_the_recurrence(case, device, error):
     assert max(errors) < (1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps), errors
 
 
+def test_pairs_within_a_chunk_cancel_in_the_gradients_of_decays(device):
+    """Summed over tokens they are those of rates: what both tokens of a pair add must be one number."""
+    torch.manual_seed(0)
+    made = operands(1, 128, 2, 2, 32, 16, channels=True)[:5]
+    made[3] = -torch.tensor([2.0, 8.0])[:, None] * torch.nn.functional.softplus(0.5 * torch.randn(1, 128, 2, 32) - 2)
+    made[:2] = [x / x.norm(dim=-1, keepdim=True) for x in made[:2]]
+    args = [x.detach().to(device, torch.float32 if i == 3 else HALF) for i, x in enumerate(made)]
+    leaves = [x.double().requires_grad_() for x in args]
+    right = recurrence(*leaves, None, None, 0.2, 0.0)[0]
+    grad = torch.randn_like(right).to(HALF)
+    (true,) = torch.autograd.grad(right, leaves[3], grad.double())
+    found = channel_rule.backward(grad, grad.new_zeros(1, 2, 32, 16).float(), *args, scale=0.2)[3]
+    rates, exact = ((x.double() * leaves[3].detach()).sum((0, 1)) for x in (found, true))
+    assert (rates - exact).norm() < 0.7 * torch.finfo(HALF).eps * exact.norm()  # 0.4; 1.6 where it is not
+
+
 @pytest.mark.slow
 def test_everything_is_forgotten(device):
     """Decays of nearly everything overflow nowhere."""

@@ -21,8 +21,6 @@ SHARED_LIMIT = {
     "gfx1100": 65536,
 }
 SPILLED = 384  #: bytes a thread at most, of some kernels that fill NVIDIA's 255 registers
-#: on sm_80; torch's code in its place takes far longer still (on an H100 forty times, forward)
-SPILLED_BY = {"channel_operands": 768}
 SPILLED_ON_AMD = 16  #: attention, with Triton before 3.8
 
 
@@ -32,8 +30,7 @@ def test_compiles_within_the_card(card):
     assert len(kernels) >= 12
     for name, line in kernels.items():
         assert line["shared"] <= SHARED_LIMIT[card] and 0 < line["registers"] <= 512, line
-        spilled = SPILLED_BY.get(name, SPILLED)
-        assert line["spilled"] <= (SPILLED_ON_AMD if card.startswith("gfx") else 0 if card == "75" else spilled), line
+        assert line["spilled"] <= (SPILLED_ON_AMD if card.startswith("gfx") else 0 if card == "75" else SPILLED), line
         if name != "experts_tiles" and not card.startswith("gfx"):  # four numbers a program
             few = ("scan_outputs", "scan_gradients")  # of a program's columns: arithmetic costs more
             writes = line["wide_stores"] or name == "fp8_adapter" or name in few

@@ -77,6 +77,17 @@ def products_kernel(
 
 
 @triton.jit
+def exact_dot(half, whole):
+    """The product of a matrix in half precision with an fp32 one, which is split into two of half precision.
+
+    dg is what remains of sums that nearly cancel: both tokens of a pair need the same value of its product.
+    """
+    first = whole.to(half.dtype)
+    rest = (whole - first.to(tl.float32)).to(half.dtype)
+    return tl.dot(half, first) + tl.dot(half, rest)
+
+
+@triton.jit
 def operands_kernel(
     grad,
     q,
@@ -131,7 +142,6 @@ def operands_kernel(
         place[None, :] * C + i[:, None],
         there[None, :] & (i < C)[:, None],
     )
-    kind = by_score.dtype.element_ty
     at = (chunk.to(tl.int64) * H + head) * K
     to_rate = tl.load(dbeta + place, mask=there, other=0.0)
     for begin in range(0, K, KEYS):
@@ -170,12 +180,14 @@ def operands_kernel(
             up = tl.where(earlier, tl.exp(tl.where(earlier, base - decay, 0.0)), 0.0)
             a = tl.load(q + where, mask=inside, other=0.0).to(tl.float32)  # again, for want of registers
             b = tl.load(k + where, mask=inside, other=0.0).to(tl.float32)
-            other = (b * up).to(kind)
-            to_q += down * tl.dot(tl.load(by_score + square, mask=rows, other=0.0), other)
-            to_later += down * tl.dot(tl.load(by_system + square, mask=rows, other=0.0), other)
+            other = b * up
+            score = tl.load(by_score + square, mask=rows, other=0.0)
+            system = tl.load(by_system + square, mask=rows, other=0.0)
+            to_q += down * exact_dot(score, other)
+            to_later += down * exact_dot(system, other)
             # read transposed: a matrix that is turned in registers gives wrong products on Hopper (see FLA_ON_HOPPER)
-            made = tl.dot(tl.load(by_score + turned, mask=columns, other=0.0), (a * down).to(kind))
-            made += tl.dot(tl.load(by_system + turned, mask=columns, other=0.0), (b * down).to(kind))
+            made = exact_dot(tl.load(by_score + turned, mask=columns, other=0.0), a * down)
+            made += exact_dot(tl.load(by_system + turned, mask=columns, other=0.0), b * down)
             to_earlier += up * made
         for step in range(0, INSIDE):  # pairs of a token with those of its block
             near = begin_of + step
