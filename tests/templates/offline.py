@@ -2,7 +2,8 @@
 
 Run as a script, in a process without TRITON_INTERPRET (the interpreter replaces triton.jit): ``offline.py compile 90 100``
 prints a JSON line for each kernel compiled for sm_90 and sm_100, ``offline.py NAME 90`` for one kernel, refused there or
-not, and ``offline.py trace`` one for each launch function traced as Inductor's passes trace it.
+not, and ``offline.py trace`` one for each launch function traced as Inductor's passes trace it. ``offline.py trace compile
+90`` prints both.
 """
 
 import json
@@ -203,5 +204,6 @@ if __name__ == "__main__":
     what, *rest = sys.argv[1:]
     if what == "trace":
         trace(everything)
-    else:
+        what, *rest = rest or [""]
+    if what:
         compile_for(rest, everything, only=None if what == "compile" else what)
