@@ -12,6 +12,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # a fiftieth of the time, and each test has few objects
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # six tries of g++ for what few kernels may use
 os.environ.pop("TUNECOMPILE", None)
 
 pytest.register_assert_rewrite("tests.support")
@@ -34,6 +35,16 @@ if any("templates" in Path(argument.partition("::")[0]).parts for argument in sy
 def pytest_ignore_collect(collection_path):
     if collection_path == Path(__file__).with_name("templates") and os.environ.get("TRITON_INTERPRET") != "1":
         return None if has_gpu() else True
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session):
+    """Nothing of what is imported is garbage: looking for it takes a sixth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_addoption(parser):
