@@ -1,6 +1,8 @@
 """Tests share helpers by `tests.support` and fixtures by conftest.py, and the names that they read are there."""
 
 import ast
+import logging
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -62,6 +64,12 @@ def test_no_test_imports_from_a_test():
 )
 def test_it_would_be_seen(code):
     assert shared(code)
+
+
+@pytest.mark.skipif("TORCH_TRACE" in os.environ, reason="somebody reads it")
+def test_nobody_listens_to_torchs_structured_trace():
+    """It would have each graph of each test as text."""
+    assert logging.getLogger("torch.__trace").handlers == []
 
 
 def test_names_that_tests_and_benchmarks_read_are_there():
