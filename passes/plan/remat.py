@@ -14,6 +14,7 @@ from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.op import Cost, returns_view
 from tunecompile.planner.candidates import backward_nodes, communicates, expensive_nodes, is_random
 from tunecompile.planner.cost_model import node_cost
+from tunecompile.planner.least_saved import results_to_recompute
 from tunecompile.planner.liveness import tensor_bytes
 
 __all__ = ["PASS"]
@@ -26,12 +27,26 @@ def run(graph: Graph, context: Context) -> None:
     backward, expensive, plan = backward_nodes(graph), expensive_nodes(graph), context.plan
     chosen = expensive if plan.recompute is None else [n for i, n in enumerate(expensive) if i in plan.recompute]
     recomputed = set(chosen)
+    _tag_calls(graph, backward, recomputed, names=plan.recompute is not None)
+    written = _written(graph)
+    for node in _views_of_inputs(graph, written, backward):
+        _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+    for place in written:
+        for reader in _readers(place, backward):
+            _tag(reader, CheckpointPolicy.MUST_SAVE)
+    if not recomputed:  # else all element-wise calls are
+        for node in results_to_recompute(graph, backward):
+            _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+
+
+def _tag_calls(graph: Graph, backward: set[Node], recomputed: set[Node], names: bool) -> None:
+    """Tag each call of the forward by itself. `names`: whether the plan names those that are recomputed."""
     for node in graph.nodes:
         if node.op != "call_function" or node in backward:
             continue
         if node.target is operator.getitem:
             policy = node.args[0].meta.get("recompute")
-            if plan.recompute is not None and node.args[0] in recomputed and _is_small(node):
+            if names and node.args[0] in recomputed and _is_small(node):
                 node.meta["pinned"] = True  # the partitioner ignores tags of a tuple's members: see `partition`
         else:
             policy = _policy(node, recomputed)
@@ -39,12 +54,6 @@ def run(graph: Graph, context: Context) -> None:
                 policy = CheckpointPolicy.MUST_RECOMPUTE
         if policy is not None:
             _tag(node, policy)
-    written = _written(graph)
-    for node in _views_of_inputs(graph, written, backward):
-        _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
-    for place in written:
-        for reader in _readers(place, backward):
-            _tag(reader, CheckpointPolicy.MUST_SAVE)
 
 
 def _policy(node: Node, recomputed: set[Node]) -> CheckpointPolicy | None:

@@ -25,6 +25,26 @@ def test_a_layer_saves_what_the_report_says():
     assert (many - few) // 2 == by_report + layer_input
 
 
+@pytest.mark.parametrize(
+    "family, width",
+    [
+        ("starcoder2", "intermediate_size"),
+        pytest.param("nemotron", "intermediate_size", marks=pytest.mark.slow),
+        pytest.param("gpt2", "n_inner", marks=pytest.mark.slow),
+    ],
+)
+def test_one_value_is_saved_between_the_linears_of_an_mlp(family, width):
+    """What its activation reads, from which the backward recomputes what it returns."""
+    saved = []
+    for inner in (128, 256):
+        model = tunecompile.optimize(
+            zoo.adapt(zoo.make(family, num_hidden_layers=2, **{width: inner})).train(), executor="eager"
+        )
+        model(**zoo.batch(rows=ROWS, length=LENGTH)).loss.backward()
+        saved.append(tunecompile.report(model).regions[0].saved_bytes[-1])
+    assert saved[1] - saved[0] == ROWS * LENGTH * 128 * 4
+
+
 def test_weights_are_saved_themselves_and_not_as_views():
     """An engine that frees a gathered weight and gathers it again (ZeRO-3) cannot reach a view of it."""
     model, views = tunecompile.optimize(zoo.make("llama", num_hidden_layers=2).train(), executor="eager"), []

@@ -51,7 +51,7 @@ def test_each_device_has_a_plan_of_its_own(monkeypatch):
     """What is too little for all layers on one device does for half of them on each; and the last one needs room for head and loss."""
     surveyed, survey = [], candidates.survey
     monkeypatch.setattr(candidates, "survey", lambda *args: surveyed.append(1) or survey(*args))
-    memory = int(0.7 * needed())
+    memory = int(0.8 * needed())
     model = build(memory)
     for _ in range(3):
         assert_equal(step(model), plain())
