@@ -1,7 +1,8 @@
 """Attention that is written out: scores, softmax and product apart.
 
 It may have sinks, as gpt-oss has them: a learned number for each head that stands beside the scores in the softmax, and
-has no value (arXiv:2309.17453 keeps tokens for it).
+has no value (arXiv:2309.17453 keeps tokens for it). Or its result is scaled by them, which is the same
+(`scaled_by_sinks`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tunecompile.compiler.attention_calls.reading import (
     is_number,
     keeps_all,
 )
+from tunecompile.compiler.attention_calls.scaled_by_sinks import read_sinks, scaled_by_sinks
 from tunecompile.ir.canonicalize import value
 
 __all__ = ["read_written_out", "written_out_attention"]
@@ -41,7 +43,9 @@ def written_out_attention(graph: Graph, unread: bool = False) -> dict[Node, Foun
     for node in graph.nodes:
         outer = weighted(node)
         if outer is not None and (weights := _softmax_of(outer.left)) is not None:
-            found[node] = read_written_out(node, unread) or (_RETURNED if _is_returned(outer.left) else _WHY[weights])
+            scaled = next((user for user in node.users if calls(user, "mul") and read_written_out(user, unread)), node)
+            call = read_written_out(scaled, unread)
+            found[scaled] = call or (_RETURNED if _is_returned(outer.left) else _WHY[weights])
     return found
 
 
@@ -75,24 +79,29 @@ def _softmax_of(node: Any) -> str | None:
 
 def read_written_out(node: Node, unread: bool = False) -> FoundAttention | None:
     """softmax(scale q k^T + masks) v, of which nothing else is read."""
-    if (outer := weighted(node)) is None:
-        return None
     read = Reading()
+    scaled = scaled_by_sinks(node, read)
+    around = len(read.inside)
+    if (outer := weighted(scaled.product if scaled else node)) is None:
+        return None
     weights: Any = read.through(outer.left, keeps_all)
     column = is_all_but_last(weights)
     weights = read.step(weights) if column else weights
     if not (calls(weights, "softmax") and is_last(asked(weights, "dim", 1), weights)):
         return None
-    final = {weights, *read.inside}
+    final = {weights, *read.inside[around:]}
     scores: Any = read.through(read.step(weights), casts)
-    scores = read.through(_without_maximum(scores, read), casts_or_regroups)
-    sinks = None
+    if scaled and (column or scaled.scores is not scores):
+        return None
+    if not scaled:  # by which sinks are compared with scores as they are
+        scores = read.through(_without_maximum(scores, read), casts_or_regroups)
+    sinks = scaled.sinks if scaled else None
     if column:
         if not (calls(scores, "cat") and asked(scores, "dim", 1) in (-1, 3) and len(scores.args[0]) == 2):
             return None
         read.inside.append(scores)
         scores, beside = scores.args[0]
-        sinks = _sinks(beside, read)
+        sinks = read_sinks(beside, read, 2)
         scores = read.through(scores, casts)
     terms, products, factor = _terms(scores, read)
     products, softcap = _without_cap(products, read) if factor == 1 else (products, 0.0)
@@ -102,11 +111,11 @@ def read_written_out(node: Node, unread: bool = False) -> FoundAttention | None:
         return None
     call = AttentionArguments(inner.left, inner.right, outer.right, None, 0.0, False, inner.factor, sinks, softcap)
     found = FoundAttention(call, terms=inner.added + terms, orders=(*inner.orders, *outer.orders))
-    return _whole(node, found, read, final, column, unread)
+    return _whole(node, found, read, final, column or scaled is not None, unread)
 
 
 def _whole(
-    node: Node, found: FoundAttention, read: Reading, weights: set[Node], column: bool, unread: bool
+    node: Node, found: FoundAttention, read: Reading, weights: set[Node], sinks: bool, unread: bool
 ) -> FoundAttention | None:
     """What was found, if its operands fit together, and nothing between them is read elsewhere."""
     call = found.arguments
@@ -121,7 +130,9 @@ def _whole(
     plain = not any(found.orders)
     if returned and not (plain and all(value(each).dim() == 4 for each in returned)):
         return None
-    if column and (call.sinks is None or tuple(value(call.sinks).shape) != (value(call.query).shape[1],)):
+    if sinks and not (
+        plain and call.sinks is not None and tuple(value(call.sinks).shape) == value(call.query).shape[1:2]
+    ):
         return None
     heads = (read.heads or 1) if ranks == {3} else 0
     terms, mask = found.terms, None
@@ -214,15 +225,3 @@ def _without_maximum(scores: Any, read: Reading) -> Any:
         return scores
     read.inside += [scores, *{most, highest}]
     return source
-
-
-def _sinks(column: Any, read: Reading) -> Node | None:
-    """The numbers [H] of a column [1, H, N, 1] beside the scores."""
-    before = len(read.inside)
-    sinks = read.through(column, lambda each: calls(each, "expand", "reshape", "view", "unsqueeze"))
-    given = value(sinks) if isinstance(sinks, Node) else None
-    if not isinstance(given, Tensor) or given.dim() != 1:
-        return None
-    shapes = [tuple(value(each).shape) for each in read.inside[before:] if value(each).numel() == given.numel()]
-    by_head = bool(shapes) and shapes[0][-3:] == (given.shape[0], 1, 1)  # the last view of them before it is expanded
-    return sinks if by_head else None
