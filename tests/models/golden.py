@@ -55,6 +55,7 @@ GOLDEN: dict[int, dict[str, Row]] = {
         **dict.fromkeys(("cohere", "cohere2"), ADAPTED | {"layer_norm": (1, 1), "rope": (2, 2), "swiglu": (1, 1)}),
         "gemma2": LLAMA | {"rms_norm": (4, 4), "document_attention": (1, 1)},  # written out, with a soft-cap
         "gemma3": LLAMA | {"rms_norm": (6, 6)},
+        "gemma4": LLAMA | {"rms_norm": (7, 7)},  # values have a norm, too
         "hunyuan": LLAMA | {"rms_norm": (4, 4)},  # normed once it is rotated
         "phi3": {name: count for name, count in LLAMA.items() if name != "grouped_linear"}
         | {"lora": (4, 4)},  # its siblings are one linear

@@ -28,6 +28,18 @@ NAMES: dict[str, tuple[str, dict]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "gemma2": ("Gemma2", {"head_dim": 16}),
     "gemma3": ("Gemma3", {"head_dim": 16}),
+    # dense; the heads of layers that see all tokens are wider
+    "gemma4": (
+        "Gemma4",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 8,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "gemma": ("Gemma", {"head_dim": 16}),
     "phi3": ("Phi3", {"pad_token_id": 0}),
     "granite": (
@@ -161,7 +173,7 @@ def make(family: str, **changes) -> nn.Module:
     import transformers as tf
 
     name, settings = NAMES[family]
-    config = getattr(tf, name + ("TextConfig" if family in ("gemma3", "llama4", "qwen3_5") else "Config"))(
+    config = getattr(tf, name + ("TextConfig" if family in ("gemma3", "gemma4", "llama4", "qwen3_5") else "Config"))(
         **{**SMALL, **settings, **changes}
     )
     torch.manual_seed(0)

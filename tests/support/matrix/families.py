@@ -25,6 +25,15 @@ LLAMA_3 = {
     "original_max_position_embeddings": 32,
 }
 
+#: Gemma 4's small ones: the last layers read keys and values of earlier ones
+EMBEDDED = {
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 256,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
+
 #: as people call it -> the zoo's name, and what else its config needs. (golden.py has what is found in these and in more.)
 TEXT: dict[str, tuple[str, dict]] = {
     "Llama 3": ("llama", {"rope_parameters": LLAMA_3}),
@@ -36,6 +45,9 @@ TEXT: dict[str, tuple[str, dict]] = {
     "Gemma": ("gemma", {}),
     "Gemma 2": ("gemma2", {}),
     "Gemma 3": ("gemma3", {}),
+    "Gemma 4, dense": ("gemma4", {}),
+    "Gemma 4, keys as values": ("gemma4", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "Gemma 4, shared keys and an embedding a layer": ("gemma4", EMBEDDED),
     "Phi-3, Phi-4": ("phi3", {}),
     "SmolLM3": ("smollm3", {}),
     "GPT-2": ("gpt2", {}),
