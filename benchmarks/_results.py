@@ -1,11 +1,16 @@
-"""The file of a benchmark that is being run: it is written after each row, and says what is to come."""
+"""The file of a benchmark that is being run: it is written after each row, and says what is to come.
+
+Where each run has a process of its own, that one prints its rows, and the benchmark reads them from its output.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+ROW = "row: "  #: what a line begins with that is a row
 
 
 def write(path: Path, result: dict[str, Any], to_come: Sequence[str] = ()) -> None:
@@ -18,3 +23,13 @@ def write(path: Path, result: dict[str, Any], to_come: Sequence[str] = ()) -> No
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(part, indent=1, default=str) + "\n")
     scratch.replace(path)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """Hand a row to the process that reads this one's output."""
+    print(ROW + json.dumps(row), flush=True)
+
+
+def printed_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a process, out of all that it prints."""
+    return (json.loads(line.removeprefix(ROW)) for line in lines if line.startswith(ROW))

@@ -15,7 +15,6 @@ import contextlib
 import cProfile
 import functools
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -30,9 +29,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import write
+from benchmarks._results import print_row, printed_rows, write
 
-ROW = "row: "  #: what the lines of the process begin with that says what it measured
 #: phases in the order in which a kind of layer goes through them, and the functions that each is the time of
 PHASES = {
     "dynamo": ("torch._dynamo.convert_frame:ConvertFrame.__call__",),
@@ -227,7 +225,7 @@ def main() -> int:
     given = parse_arguments()
     if given.child:
         for row in measure(given):
-            print(ROW + json.dumps(row), flush=True)
+            print_row(row)
         return 0
     from tunecompile.cli.compare.machine import header
 
@@ -237,12 +235,11 @@ def main() -> int:
         for kind in ("cold", "warm") if given.warm else ("cold",):
             command = [sys.executable, __file__, *sys.argv[1:], "--child"]
             child = subprocess.Popen(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True)
-            for line in child.stdout or ():
-                if line.startswith(ROW):
-                    result["runs"].append({**json.loads(line.removeprefix(ROW)), "caches": kind})
-                    show(result["runs"][-1])
-                    if given.out:
-                        write(given.out, result, ["the rest"])
+            for row in printed_rows(child.stdout or ()):
+                result["runs"].append({**row, "caches": kind})
+                show(result["runs"][-1])
+                if given.out:
+                    write(given.out, result, ["the rest"])
             if child.wait():
                 return child.returncode
     if given.out:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import subprocess
@@ -25,10 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import write
+from benchmarks._results import print_row, printed_rows, write
 from tunecompile.cli.compare.spec import Job, system
 
-ROW = "row: "  #: what the line of a process begins with that says what it measured
 UNTIMED = 4  #: steps: the first compiles, and in the third CUDA graphs are recorded
 PAIRS, COMPLETIONS, ROWS, LENGTH = 4, 8, 4, 2048
 TYPICAL, LONGEST, PROMPT = 600, 4096, 200  #: tokens of a completion, and of a prompt
@@ -187,15 +185,15 @@ def run(given: argparse.Namespace, trainer: str, name: str, folder: str, deadlin
         except subprocess.TimeoutExpired:
             return {"status": "left out: no time was left"}
         log.write(done.stdout)
-    rows = [line for line in done.stdout.splitlines() if line.startswith(ROW)]
-    return json.loads(rows[-1].removeprefix(ROW)) if rows else {"status": f"error: see {log.name}"}
+    rows = [*printed_rows(done.stdout.splitlines())]
+    return rows[-1] if rows else {"status": f"error: see {log.name}"}
 
 
 def main() -> int:
     given = parse_arguments()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
     if given.folder:
-        print(ROW + json.dumps(measure(given)), flush=True)
+        print_row(measure(given))
         return 0
     deadline = time.monotonic() + given.seconds
     import torch

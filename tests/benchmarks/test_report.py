@@ -1,0 +1,105 @@
+"""The tables of the README and of the docs, of results that are made up."""
+
+import json
+
+from benchmarks import report, report_tables
+
+
+def test_tables_leave_out_what_was_cut_off(tmp_path):
+    run = {"model": "m", "mode": "lora", "shape": "1x8"}
+    for name, more in (("whole", {}), ("part", {"incomplete": ["check"]})):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"date": name, "runs": [run], **more}))
+    assert [result["date"] for result in report_tables.load_results(tmp_path)] == ["whole"]
+    assert report_tables.load_one("whole.json", tmp_path) and report_tables.load_one("part.json", tmp_path) is None
+
+
+def test_a_row_that_no_time_was_left_for_is_in_no_table():
+    run = {"model": "m", "mode": "lora", "shape": "1x8", "system": "hf", "status": "ok", "tokens_per_s": 5.0}
+    run |= {"step_ms": {"median": 8.0, "min": 8.0, "max": 8.0}, "peak_gib": 1.0, "first_step_s": 1.0}
+    late = {**run, "system": "unsloth", "status": "left out: no time was left"}
+    table = report_tables.render_speed([{"date": "2026", "runs": [run, late], "versions": {}, "machine": {"gpu": "g"}}])
+    assert "HF + PEFT" in table and "Unsloth" not in table
+
+
+def test_trainers_stand_beside_each_other(tmp_path):
+    """A system that failed, or that no time was left for, has no row."""
+    run = {"model": "m", "mode": "qlora", "shape": "8x~800", "status": "ok", "peak_gib": 1.0, "first_step_s": 1.0}
+    rows = [("tunecompile", "dpo", 40.0), ("unsloth", "dpo", 20.0), ("unsloth", "grpo", 30.0)]
+    runs = [
+        {**run, "system": name, "trainer": trainer, "tokens_per_s": rate, "step_ms": {"median": 1e3 / rate}}
+        for name, trainer, rate in rows
+    ]
+    result = {"date": "2026", "versions": {"torch": "2"}, "machine": {"gpu": "g"}}
+    result["runs"] = [
+        *runs,
+        {**run, "system": "hf-checkpoint", "trainer": "dpo", "status": "left out: no time was left"},
+    ]
+    (tmp_path / "trainers-m.json").write_text(json.dumps(result))
+    lines = [line for line in report.render_trainers(tmp_path).splitlines() if "Trainer," in line]
+    assert [line.split(" | ")[0][2:9] for line in lines] == ["DPOTrai", "DPOTrai", "GRPOTra"] and len(lines) == 3
+    assert lines[0].endswith("| 2.00x |") and lines[1].endswith("|  |") and lines[2].endswith("|  |")
+    assert report.render_trainers(tmp_path / "nothing") == ""
+
+
+def test_a_case_says_what_is_not_usual():
+    run = {"model": "m", "mode": "lora", "shape": "1x8"}
+    assert report_tables.case(run) == "m, lora, 1x8"
+    assert (
+        report_tables.case({**run, "layers": 2, "experts": True, "rank": 8})
+        == "m (2 layers), lora with experts, rank 8, 1x8"
+    )
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(tmp_path):
+    run = {
+        "system": "tunecompile@auto",
+        "model": "m",
+        "mode": "qlora",
+        "shape": "4x2048",
+        "status": "ok",
+        "peak_gib": 10.0,
+        "step_ms": {"median": 200.0},
+        "predicted": {"peak_gib": 9.5, "step_ms": 210.0},
+    }
+    (tmp_path / "a.json").write_text(
+        json.dumps({"runs": [run, {**run, "predicted": {"failed": "why"}}, {"status": "oom"}]})
+    )
+    (row,) = [line for line in report.render_predictions(tmp_path).splitlines() if line.startswith("| m")]
+    assert row == "| m, qlora, 4x2048 | tunecompile, memory=auto | 9.50 | 10.00 | -5.0 % | 210 | 200 | +5.0 % |"
+    assert report.render_predictions(tmp_path / "nothing") == ""
+
+
+def test_the_readmes_table_of_several_gpus(tmp_path):
+    run = {"model": "m", "mode": "lora", "shape": "2x8", "status": "ok", "step_ms": {"median": 2.0}, "peak_gib": 1.0}
+    runs = [
+        run | {"system": system, "gpus": gpus, "parallel": "ddp" if gpus > 1 else None, "tokens_per_s": rate}
+        for system, gpus, rate in (
+            ("hf", 1, 100.0),
+            ("hf", 2, 150.0),
+            ("tunecompile", 1, 200.0),
+            ("tunecompile", 2, 390.0),
+        )
+    ]
+    (tmp_path / "scaling-m.json").write_text(
+        json.dumps({"runs": [*runs, run | {"system": "liger", "gpus": 2, "status": "oom"}]})
+    )
+    text = report.render_scaling(tmp_path)
+    assert (
+        "| DDP | HF + PEFT | 2 | 150 | 2.0 | 1.0 | 75.0 % |  |" in text
+        and "| 2 | 390 | 2.0 | 1.0 | 97.5 % | 2.60x |" in text
+        and "iger" not in text
+    )
+    alone = [
+        row | {"gpus": 2}
+        for row in (
+            run | {"system": "tunecompile", "parallel": "alone", "tokens_per_s": 400.0},
+            run | {"system": "hf-checkpoint", "parallel": "ddp", "tokens_per_s": 100.0},
+            run | {"system": "compile-layers", "parallel": "ddp", "tokens_per_s": 390.0},
+        )
+    ]
+    (tmp_path / "scaling-m.json").write_text(json.dumps({"runs": [*runs[3:], *alone]}))
+    text = report.render_scaling(tmp_path)
+    assert (
+        "| 2 | 390 | 2.0 | 1.0 | 97.5 % | 3.90x | 1.00x |" in text
+        and "| none, each alone | **tunecompile** | 2 | 400 | 2.0 | 1.0 |  |  |  |" in text
+    )

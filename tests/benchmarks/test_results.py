@@ -1,0 +1,23 @@
+"""The file that a benchmark writes row by row, and the rows that a process of its own hands it."""
+
+import json
+
+from benchmarks import _results as results
+
+
+def test_a_file_says_what_is_to_come(tmp_path):
+    out = tmp_path / "new" / "rows.json"
+    results.write(out, {"runs": [1]}, ["the second"])
+    assert json.loads(out.read_text()) == {"runs": [1], "incomplete": ["the second"]}
+    results.write(out, {"runs": [1, 2]})
+    assert json.loads(out.read_text()) == {"runs": [1, 2]} and list(out.parent.iterdir()) == [out]
+
+
+def test_rows_are_read_out_of_what_else_a_process_prints(capsys):
+    """A row that begins in the middle of a line is none: a library's message came before it."""
+    rows = [{"status": "ok", "losses": [1.5]}, {"status": "row: none"}]
+    print("row by row")
+    for row in rows:
+        results.print_row(row)
+        print("a warning, row: {}")
+    assert [*results.printed_rows(capsys.readouterr().out.splitlines(keepends=True))] == rows

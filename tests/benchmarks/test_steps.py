@@ -1,0 +1,215 @@
+"""The benchmarks of training steps, each on a tiny model: its rows, and what the tables show of them."""
+
+import json
+import pkgutil
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import report
+
+
+@pytest.fixture
+def longest(monkeypatch, tmp_path):
+    """The script as a module; its command line is what the fixture is called with."""
+    pytest.importorskip("peft")
+    import torch
+    from rich.console import Console
+
+    from benchmarks.steps import longest as module
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(*arguments):
+        out = tmp_path / "longest.json"
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["longest.py", "--model", "llama-tiny", "--mode", "lora", "--layers", "2", "--out", str(out), *arguments],
+        )
+        module.run(module.parse_arguments(), {"runs": []}, Console(quiet=True))
+        return json.loads(out.read_text())["runs"]
+
+    return module, run
+
+
+@pytest.mark.slow
+def test_longer_rows_until_one_does_not_fit(longest, monkeypatch):
+    """Rows grow while they fit, and the last is half way between what did and what did not."""
+    module, run = longest
+    trained = module.Bench.train
+
+    def limited(self, length):
+        return (
+            {"status": "oom", "reason": "too long"}
+            if length > 40_000
+            else trained(self, length)
+            if length < 2000
+            else {"status": "ok", "first_step_s": 1.0, "peak_gib": 0.1, "peak_reserved_gib": None}
+        )
+
+    monkeypatch.setattr(module.Bench, "train", limited)
+    monkeypatch.setattr(module, "GROWTH", 32)
+    rows = run("--begin", "1024")
+    assert [(row["shape"], row["status"]) for row in rows][:3] == [
+        ("1x1024", "ok"),
+        ("1x32768", "ok"),
+        ("1x1048576", "oom"),
+    ]
+    assert rows[0]["first_step_s"] > 0 and rows[0]["memory"]["predicted_peak"] > 0
+    fitted, failed = (
+        max(int(row["shape"][2:]) * (row["status"] == status) for row in rows[i:])
+        for status, i in (("ok", 0), ("oom", len(rows) - 1))
+    )
+    assert fitted <= 40_000 and len(rows) < 12 and (rows[-1]["status"] == "ok" or failed - fitted <= 0.1 * failed)
+
+
+@pytest.mark.slow
+def test_rows_of_given_lengths_under_a_budget_of_their_own(longest):
+    _, run = longest
+    rows = run("--lengths", "64,128", "--memory", "1KiB")
+    assert [(row["shape"], row["status"]) for row in rows] == [("1x64", "ok"), ("1x128", "ok")]
+    assert all(plan["recompute"] for row in rows for plan in row["memory"]["plans"])
+
+
+@pytest.mark.slow
+def test_the_first_row_is_as_long_as_is_estimated_to_fit(longest, monkeypatch):
+    module, run = longest
+    monkeypatch.setattr(module.Bench, "train", lambda self, length: {"status": "oom", "reason": "", "length": length})
+    (row,) = run("--within", "300MiB")[:1]
+    assert 1024 <= row["length"] < 1 << 20 and row["length"] % 1024 == 0
+
+
+@pytest.mark.slow
+def test_one_budget_after_another(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    import tunecompile
+    from benchmarks.steps import budgets
+    from tunecompile.cli.compare.spec import Job
+
+    monkeypatch.setattr(
+        budgets.models,
+        "apply_system",
+        lambda model, job: tunecompile.optimize(model, memory=job.memory, executor="eager"),
+    )
+    job = Job(
+        system="hf",
+        model="llama-tiny",
+        mode="lora",
+        trainer="loop",
+        shapes=("2x32",),
+        steps=3,
+        layers=3,
+        launches=False,
+        saved_bytes=False,
+    )
+    outcome = budgets.sweep(job, ["tunecompile@1TiB", "tunecompile@1KiB"])
+    (roomy,), (tight,) = (result["runs"] for result in outcome.values())
+    assert roomy["losses"] == tight["losses"] and roomy["memory"]["predicted_peak"] > tight["memory"]["predicted_peak"]
+    assert not any(plan["recompute"] for plan in roomy["memory"]["plans"]) and all(
+        plan["recompute"] for plan in tight["memory"]["plans"]
+    )
+    common = {"model": "llama-tiny", "mode": "lora", "shape": "2x32"}
+    rows = [
+        {**common, **run, "system": name, "peak_gib": peak}
+        for name, run, peak in (("tunecompile@1TiB", roomy, 2.0), ("tunecompile@1KiB", tight, 1.0))
+    ]
+    report.draw_budgets({"runs": [*rows, {**rows[0], "system": "unsloth"}]}, tmp_path / "memory.svg")
+    assert (tmp_path / "memory.svg").stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_gradients_of_families(tmp_path, monkeypatch, capsys):
+    """One that is there, and one that is not: its row says so, and the others stay."""
+    pytest.importorskip("peft")
+    from benchmarks.steps import families
+
+    monkeypatch.setattr(families, "SIZES", {**families.zoo.SMALL, "num_hidden_layers": 2})
+    monkeypatch.setattr(families, "FOLLOWING", {})
+    monkeypatch.setattr(families, "LENGTH", 32)
+    monkeypatch.setitem(families.zoo.NAMES, "nothing", ("Nothing", {}))
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["families.py", "--families", "llama,nothing", "--processes", "1", "--out", str(tmp_path / "families.json")],
+    )
+    assert families.main() == 1
+    runs = json.loads((tmp_path / "families.json").read_text())["runs"]
+    assert [run["status"] for run in runs] == ["ok", "ok", "failed", "failed"] and "Nothing" in runs[2]["reason"]
+    assert all(
+        run["passed"] and 0 < run["error"] < 1.02 * run["eager_error"] < 0.1 and run["matches"]["rope"] == [2, 2]
+        for run in runs[:2]
+    ), runs
+    (row,) = [line for line in report.render_families(tmp_path).splitlines() if line.startswith("| llama")]
+    assert row.count("%") == 2 and "nothing" not in report.render_families(tmp_path)
+
+
+@pytest.mark.slow
+def test_speedups_of_families(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("peft")
+    from benchmarks.steps import speedups
+
+    monkeypatch.setattr(speedups, "WIDTHS", {"llama": (64, 128, 4, 2), "qwen3": (64, 128, 4, 2, 16)})
+    for name, value in {"VOCABULARY": 256, "LENGTH": 32, "LAYERS": 2, "STEPS": 1}.items():
+        monkeypatch.setattr(speedups, name, value)
+    monkeypatch.setitem(speedups.WIDTHS, "nothing", (1, 1, 1, 1))
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "speedups.py",
+            "--families",
+            "llama,qwen3,nothing",
+            "--processes",
+            "0",
+            "--out",
+            str(tmp_path / "speedups.json"),
+        ],
+    )
+    assert speedups.main() == 1
+    runs = json.loads((tmp_path / "speedups.json").read_text())["runs"]
+    assert [run["status"] for run in runs] == ["ok"] * 6 + ["failed"] * 3
+    for eager, compiled, ours in (runs[:3], runs[3:6]):
+        assert eager["losses"] == pytest.approx(compiled["losses"], rel=1e-3) and eager["losses"] == pytest.approx(
+            ours["losses"], rel=1e-3
+        )
+    told = report.render_speedups(tmp_path)
+    assert told.count("\n| llama") == 1 == told.count("\n| qwen3") and "nothing" not in told
+
+
+def test_phases_of_the_first_step():
+    """Times are exclusive, of a region once it is known; and each phase is the time of functions that there are."""
+    from benchmarks.steps import compile_time
+
+    places = [path for paths in compile_time.PHASES.values() for path in paths]
+    before, watch = [*map(pkgutil.resolve_name, places)], compile_time.Stopwatch()
+    with watch.running():
+        during = [*map(pkgutil.resolve_name, places)]
+        with watch.phase("dynamo", None):
+            with watch.phase("copies", "layers"), watch.phase("recognize", None):
+                time.sleep(0.04)
+            time.sleep(0.02)
+    assert not {*map(id, before)} & {*map(id, during)} and before == [*map(pkgutil.resolve_name, places)]
+    found = watch.taken()["layers"]
+    assert found["recognize"] >= 0.04 and found["dynamo"] >= 0.02 and "copies" not in found and not watch.taken()
+    assert sum(found.values()) < 1
+
+
+def test_a_small_card_is_told_by_a_usual_row_and_by_its_longest():
+    from benchmarks.steps import cards
+
+    class Bench:
+        device, given = "cpu", SimpleNamespace(model="m", mode="qlora", experts=True, host_embedding=False)
+
+        def train(self, length, timed):
+            assert self.given.within == "7.5GiB" and timed
+            return {"status": "ok" if length < 9000 else "oom"}
+
+        def guess(self):
+            return 10240
+
+    rows = list(cards.measure(Bench(), "7.5GiB"))
+    assert [(row["shape"], row["status"]) for row in rows] == [("1x2048", "ok"), ("1x10240", "oom"), ("1x8192", "ok")]
+    assert {row["budget_gib"] for row in rows} == {7.5}
