@@ -19,6 +19,7 @@ from tunecompile.ir.eager_call import outputs
 from tunecompile.ir.op import OPS, Op, returns_view
 from tunecompile.ir.shape_rule_cache import ProcessCache, process_key, signature
 from tunecompile.notes import note
+from tunecompile.planner.cost_model import flops, is_attention, share_attention
 
 __all__ = ["PASS"]
 
@@ -89,7 +90,10 @@ def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]
     else:
         graphs, key = {} if known is not None else _graphs_of(mode), here
     traced = graphs.get(key) or (known or {}).get(here) or trace(call, tuple(values), mode)
+    before = node.prev
     results = _inline(graph, node, traced, [flat[i] for i in inputs], mode)
+    if is_attention(node):
+        share_attention(flops(node), _between(before, node))
     if (anywhere is not None or known is None) and _has_meaning_elsewhere(traced.graph):
         for inner in traced.graph.nodes:
             inner.meta.pop("val", None)
@@ -97,6 +101,14 @@ def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]
     elif known is not None:
         known[here] = traced
     _replace(graph, node, results)
+
+
+def _between(before: Node, behind: Node) -> list[Node]:
+    """The nodes between two."""
+    found = []
+    while (before := before.next) is not behind:
+        found.append(before)
+    return found
 
 
 def _replace(graph: Graph, node: Node, outputs: list[Node]) -> None:

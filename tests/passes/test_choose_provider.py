@@ -13,7 +13,9 @@ from torch.utils import _pytree as pytree
 
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.ir.op import Cost, op
-from tunecompile.ops import dequantize_mxfp4, gated_activation, lora_linear
+from tunecompile.ir.pretend_gpu import as_on_gpu
+from tunecompile.ops import dequantize_mxfp4, gated_activation, lora_linear, varlen_attention
+from tunecompile.planner.cost_model import graph_work
 
 choose_provider = importlib.import_module("tunecompile.passes.lower.choose_provider")
 PAIR = gated_activation, (torch.randn(3, 8), torch.randn(3, 8), "silu")
@@ -143,3 +145,17 @@ def test_a_provider_is_told_which_results_are_read_and_which_arguments_die():
     assert choose_provider._bind(op.reference, op, node) is op.reference
     graph.erase_node(results[0])
     assert choose_provider._bind(run, op, node).keywords["used"] == (False, True)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_in_a_template_keeps_its_operations(backward):
+    """Launches of Triton kernels show none: attention of wide or soft-capped heads was free to the planner."""
+    pytest.importorskip("triton")
+    q, wide = torch.zeros(32, 2, 320, dtype=torch.bfloat16), torch.zeros(2, 32)
+    asked = (q, q, q, torch.tensor([0, 20, 32], dtype=torch.int32), 20, 0.05, 0, None, True, 0.0)
+    operation, arguments = varlen_attention, asked
+    if backward:
+        operation, arguments = varlen_attention.backward_op, (q, *asked, q, wide)
+    with as_on_gpu():
+        work = graph_work(lowered(operation, arguments, FakeTensorMode(shape_env=ShapeEnv())).graph)
+    assert work.products == 0 and work.attention == pytest.approx((10 if backward else 4) * q.numel() * 20, rel=1e-3)

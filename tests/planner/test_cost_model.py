@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tunecompile.ir.op import OPS
 from tunecompile.planner.cost_model import GAP, RIDGE, SUSTAINED, Work, beside_layers, flops, graph_work
 from tunecompile.planner.hardware import Rates
 
@@ -81,3 +82,18 @@ def test_attention_of_documents_counts_the_longest_and_windows(window, keys):
     asked = {} if window is None else {"window_size_left": window}
     node = graph.call_function(called, (*given, 10, 10, 0.0, True, False), asked)
     assert flops(node) == 4 * 64 * 4 * 16 * keys
+
+
+@pytest.mark.parametrize("window, keys", [(0, 10), (4, 4)])
+@pytest.mark.parametrize("name", ["varlen_attention", "attention_in_rows"])
+def test_our_ops_of_documents_count_alike(name, window, keys):
+    """Their arguments stand in another order than those of flash attention."""
+    graph = torch.fx.Graph()
+    q, k, v, offsets, out = (graph.placeholder(name) for name in ("q", "k", "v", "offsets", "out"))
+    for node, shape in ((q, (64, 4, 16)), (k, (64, 2, 16)), (v, (64, 2, 16)), (offsets, (5,)), (out, (64, 4, 16))):
+        node.meta["val"] = torch.empty(shape, device="meta")
+    asked = (q, k, v, offsets, 10, 0.25, window, None, True, 0.0)
+    ours = {op.name: op.overload for op in OPS.values()}
+    forward = graph.call_function(ours[name], asked)
+    backward = graph.call_function(ours[f"{name}_backward"], (out, *asked, out, q))
+    assert (flops(forward), flops(backward)) == (4 * 64 * 4 * 16 * keys, 10 * 64 * 4 * 16 * keys)

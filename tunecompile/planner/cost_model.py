@@ -76,7 +76,7 @@ def graph_work(graph: Graph) -> Work:
             done += _product(node)
             read.clear()
         elif isinstance(node.target, torch._ops.HigherOrderOperator):  # a Triton kernel
-            done += Work(traffic=sum(map(node_bytes, set(_nodes(node)))), kernels=1)
+            done += _launch(node)
             read.clear()
         elif memory.writes(node) and "empty" not in aten_name(node.target):
             fresh = memory.reads(node) - read
@@ -106,6 +106,25 @@ def _product(node: Node) -> Work:
     exposed = max(0, moved - operations // RIDGE)  # bytes beyond those that the math hides
     rate = 2 if "scaled" in aten_name(node.target) else 1  # FP8 has twice the rate
     return Work(operations // rate, traffic=exposed, kernels=1)
+
+
+def _launch(node: Node) -> Work:
+    """The work of one launch of a Triton kernel."""
+    if operations := node.meta.get(_ATTENTION):
+        return Work(attention=operations, kernels=1)
+    return Work(traffic=sum(map(node_bytes, set(_nodes(node)))), kernels=1)
+
+
+def share_attention(operations: int, nodes: Sequence[Node]) -> None:
+    """Note on the Triton launches among these nodes, which attention became, what they multiply: no launch shows it.
+
+    Args:
+        operations: of the attention, as `flops` counts them.
+        nodes: of a lowered graph.
+    """
+    launches = [node for node in nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]
+    for node in launches:
+        node.meta[_ATTENTION] = operations // len(launches)
 
 
 def _nodes(node: Node) -> list[Node]:
@@ -146,15 +165,26 @@ def _attention_flops(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) ->
     torch's counter refuses fewer heads of k than of q.
     """
     backward = "backward" in aten_name(node.target)
+    op = OPS.get(node.target)
+    if op is not None and {"q", "k", "longest", "window"} <= {*op.parameters}:
+        given = dict(zip(op.parameters, args)) | kwargs
+        return _operations(backward, given["q"], given["longest"], given["window"] or None)
     q, k = [value for value in args if isinstance(value, torch.Tensor)][backward : backward + 2]  # behind the gradient
     keys = size_hint(k.shape[-2] if k.dim() == 4 else k.shape[0])
     if k.dim() == 3 and len(args) > _LONGEST[backward]:  # a row of documents
         keys = min(keys, size_hint(args[_LONGEST[backward]]))
     window = kwargs.get("window_size_left")
-    if isinstance(window, int) and window >= 0:
-        keys = min(keys, window + 1)
-    return int((10 if backward else 4) * size_hint(q.numel()) * keys)
+    seen = window + 1 if isinstance(window, int) and window >= 0 else None
+    return _operations(backward, q, keys, seen)
 
 
+def _operations(backward: bool, q: torch.Tensor, keys: Any, window: int | None) -> int:
+    """Operations of each query's products with so many keys, or with those in its window."""
+    seen = size_hint(keys) if window is None else min(size_hint(keys), window)
+    return int((10 if backward else 4) * size_hint(q.numel()) * seen)
+
+
+#: key of a Triton launch's `meta`: floating point operations of the attention that it computes
+_ATTENTION = "tunecompile_attention"
 #: where flash attention of documents has the length of the longest, forward and backward
 _LONGEST = (6, 9)

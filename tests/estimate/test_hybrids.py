@@ -1,0 +1,40 @@
+"""Hybrids whose attention is written out are estimated like the same models that call one function for it."""
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support.models import hybrids
+
+pytest.importorskip("transformers")
+SHAPE = (2, 512)
+WIDE = {"attention_head_dim": 320}  #: no flash attention takes such heads: a template of ours does
+
+
+@pytest.mark.parametrize(
+    "family, gpu, changes",
+    [
+        ("jamba", None, {}),
+        pytest.param("jamba", "h100", {}, marks=pytest.mark.slow),
+        pytest.param("zamba", "h100", WIDE, marks=pytest.mark.slow),
+        pytest.param("zamba2", None, {}, marks=pytest.mark.slow),
+        pytest.param("zamba2", "h100", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_written_out_attention_counts_as_much(family, gpu, changes):
+    """Its operations were counted of no more than a key a query on a CPU, and not at all in a template: half of these steps."""
+    if not hybrids.is_there(family):
+        pytest.skip("not in this transformers")
+    if gpu is not None:
+        pytest.importorskip("triton")
+    called, written = (
+        tunecompile.estimate(
+            hybrids.make(family, torch.bfloat16, attn_implementation=way, max_position_embeddings=512, **changes),
+            SHAPE,
+            gpu=gpu,
+        )
+        for way in ("sdpa", "eager")
+    )
+    assert written.flops == called.flops
+    assert written.activations < 1.2 * called.activations  # no scores are kept
+    assert gpu is None or written.milliseconds == pytest.approx(called.milliseconds, rel=0.1)
