@@ -15,7 +15,7 @@ from tests.support.models import hybrids
 from tests.support.models.pairs import optimized
 from tests.support.notes import fell_back, find
 from tunecompile.integrations.kernel_functions import meanings
-from tunecompile.integrations.kernel_functions.substitute import _has_others, knows_documents, substitute
+from tunecompile.integrations.kernel_functions.substitute import _has_unknown, knows_documents, substitute
 
 pytest.importorskip("transformers.models.qwen3_5")
 
@@ -144,14 +144,14 @@ def test_which_files_keep_documents_apart(family, apart, monkeypatch):
 
     if not apart:
         monkeypatch.delitem(meanings.MEANINGS, "mamba_selective_scan")
-    _has_others.cache_clear()
+    _has_unknown.cache_clear()
     home = sys.modules[getattr(tf, f"{family}Model").__module__]
     layer = next(kind for name, kind in vars(home).items() if name.endswith(("DecoderLayer", "Mamba2Block")))
     substitute({layer})
     made = layer.__new__(layer)
     torch.nn.Module.__init__(made)
     assert knows_documents(made) == apart
-    _has_others.cache_clear()
+    _has_unknown.cache_clear()
 
 
 @pytest.mark.slow

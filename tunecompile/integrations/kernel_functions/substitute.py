@@ -19,7 +19,7 @@ from tunecompile._torch.fake_tensors import dispatch_mode
 from tunecompile.integrations.kernel_functions.meanings import MEANINGS, agrees
 from tunecompile.notes import Note, note
 
-__all__ = ["HOME", "Substitution", "is_own", "knows_documents", "substitute"]
+__all__ = ["HOME", "Substitution", "behind", "is_own", "knows_documents", "substitute"]
 
 HOME = "transformers."  #: whose functions are known
 WRAPPER = "transformers.integrations.hub_kernels"  #: which calls a kernel that is installed
@@ -50,25 +50,28 @@ def substitute(kinds: Iterable[type]) -> list[Substitution] | None:
         for name in MEANINGS:
             function = getattr(module, name, None)
             if callable(function):
-                found.append(Substitution(f"{file}.{name}", _register(function, file, name)))
+                refused = _refusal(function, file, name)
+                if refused is None:
+                    _taken[file, name] = function
+                found.append(Substitution(f"{file}.{name}", refused))
     return found
 
 
 def knows_documents(module: nn.Module) -> bool:
     """Whether something inside is written in a file whose functions are ops here, which keep documents apart.
 
-    It is looked for once, since adapters do not change it.
+    The files are looked for once, since adapters do not change them. Another function may take the place of one later.
     """
-    if (known := _known.get(module)) is None:
-        files = {type(inner).__module__ for inner in module.modules()} & _files
-        known = _known[module] = bool(files) and not any(_has_others(file) for file in files)
-    return known
+    if (files := _known.get(module)) is None:
+        files = _known[module] = frozenset({type(inner).__module__ for inner in module.modules()} & _files)
+    return bool(files) and not any(_has_others(file) for file in files)
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 _files: set[str] = set()  #: with a function that an op is traced in place of
+_taken: dict[tuple[str, str], Any] = {}  #: (file, name) -> the function that an op is traced in place of
 #: functions that go one token further, from a cache
 _STEPWISE = {
     "causal_conv1d_update",
@@ -79,17 +82,61 @@ _STEPWISE = {
 }
 
 
-@functools.cache
 def _has_others(file: str) -> bool:
-    """Whether a file has functions with kernels of others behind them that are no ops."""
+    """Whether a file has functions with kernels of others behind them that are no ops, or are no ops now."""
+    if _has_unknown(file):
+        return True
+    functions = ((name, getattr(sys.modules[file], name, None)) for name in MEANINGS)
+    return any(
+        callable(function) and (_taken.get((file, name)) is not function or behind(function) is None)
+        for name, function in functions
+    )
+
+
+@functools.cache
+def _has_unknown(file: str) -> bool:
+    functions = {name: _written(value) for name, value in vars(sys.modules[file]).items()}
     wrapped = {
         name
-        for name, value in vars(sys.modules[file]).items()
-        if isinstance(value, types.FunctionType)
-        and value.__module__ == file
-        and value.__globals__.get("__name__") == WRAPPER
+        for name, function in functions.items()
+        if isinstance(function, types.FunctionType)
+        and function.__module__ == file
+        and function.__globals__.get("__name__") == WRAPPER
     }
     return bool(wrapped - _STEPWISE - set(MEANINGS))
+
+
+def _is_hub(function: Any) -> bool:
+    return isinstance(function, nn.Module) and type(function).__module__.partition(".")[0] == "kernels"
+
+
+def _written(function: Any) -> Any:
+    """What the package `kernels` made a module of, or the value itself."""
+    if not _is_hub(function):
+        return function
+    cells = getattr(type(function).forward, "__closure__", None) or ()
+    return cells[0].cell_contents if len(cells) == 1 else None
+
+
+def behind(function: Any) -> Any:
+    """Return the function that the package `kernels` made a module of, in whose place it may call a kernel of the hub.
+
+    Args:
+        function: any value. What is no such module is returned as it is.
+
+    Returns:
+        None where a kernel stands in its place.
+    """
+    forward = vars(function).get("forward") if _is_hub(function) else None
+    if forward is not None and getattr(forward, "__func__", None) is not type(function).forward:
+        return None
+    return _written(function)
+
+
+def _refusal(function: Any, file: str, name: str) -> Note | None:
+    """Why a function is traced as it is, or None."""
+    own = behind(function)
+    return note("kernel-function-replaced", f"{file}.{name}") if own is None else _register(own, file, name)
 
 
 @functools.cache
