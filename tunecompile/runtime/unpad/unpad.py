@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,58 +31,13 @@ from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, Unpa
 from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
 from tunecompile.runtime.unpad.given_masks import bounds_in, is_given, mask_in, padding_in
-from tunecompile.runtime.unpad.pair_masks import MaskRecorder, compiled_parts, identity, recorder_for, version
-from tunecompile.runtime.unpad.presume import Presumed, Presumptions
+from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of
+from tunecompile.runtime.unpad.pair_masks import compiled_parts, identity, recorder_for, version
+from tunecompile.runtime.unpad.presume import Presumptions
 
 log = logging.getLogger(__name__)
 
 LOOKS = 8  #: batches that are read on the host to say why a padded one stays so
-
-
-@dataclass
-class OwnerCall:
-    """The owner's call that is under way."""
-
-    given: dict[str, Any]  #: its arguments by name
-    beside: dict[str, Any] | None = None  #: what the model was given and may keep from it; None: not known yet
-    refused: Note | None = None  #: why nothing is flattened in it
-    keeps_padding: Note | None = None  #: why nothing at padding is left out in it
-    drops: bool = False  #: whether hidden states at padding were left out
-    packs: bool = False  #: whether documents were told apart without a mask
-    whole: bool = False  #: whether rows without padding came as documents, since their attention is written out
-    decided: bool = False  #: whether a layer was given a mask that could be read
-    presumed: list[Presumed] = field(default_factory=list)  #: masks that were not waited for
-    recorder: MaskRecorder | None = None  #: while its masks are made, and are large
-    by_rows: FlatBatch | None = None  #: what a mask [B, T] of a layer that has no other said
-
-
-@dataclass(frozen=True)
-class LastCall:
-    """A call that may have to be made again, with its padding."""
-
-    args: tuple
-    kwargs: dict
-    hidden: weakref.ref  #: what it returned
-
-    @staticmethod
-    def of(args: tuple, kwargs: dict, output: Any) -> LastCall | None:
-        """None where it returned no hidden states."""
-        hidden = _hidden_of(output)
-        return None if hidden is None else LastCall(args, kwargs, weakref.ref(hidden))
-
-    def returned(self, hidden: Tensor) -> bool:
-        """Whether it returned these hidden states: the same tensor, or all of it as a view."""
-        made = self.hidden()
-        return made is not None and made.shape == hidden.shape and made.data_ptr() == hidden.data_ptr()
-
-
-@dataclass(frozen=True)
-class MaskDecision:
-    """What was decided of a mask, in a call of the owner."""
-
-    call: OwnerCall
-    version: int
-    decision: UnpadDecision
 
 
 class Unpadding:
@@ -229,10 +182,10 @@ class Unpadding:
     def with_bounds(self, layer: nn.Module, kwargs: dict) -> dict:
         """A layer's arguments, with the bounds of documents that the model was given and kept from its layers.
 
-        (A checkpoint of the user's would repeat the layer without knowing.)
+        (A checkpoint of the user's would repeat the layer without knowing. A re-entrant one runs it without gradients.)
         """
-        call = self.running
-        if call is None or BOUNDARIES in call.given or not knows_documents(layer) or in_backward() or in_checkpoint():
+        call, repeated = self.running, in_backward() or in_checkpoint() or not torch.is_grad_enabled()
+        if call is None or BOUNDARIES in call.given or not knows_documents(layer) or repeated:
             return kwargs
         bounds = self._beside(call).get(BOUNDARIES)
         if BOUNDARIES in kwargs or not isinstance(bounds, Tensor):
@@ -260,6 +213,8 @@ class Unpadding:
 
     def _decided(self, layer: nn.Module, mask: Tensor) -> UnpadDecision:
         call = self.running
+        if mask.dim() == 1 and in_checkpoint():
+            return self._repeatable(layer, mask)
         if call is None or call.refused is not None:
             return AS_IT_COMES
         place = identity(mask)
@@ -268,7 +223,21 @@ class Unpadding:
             return known.decision
         if in_checkpoint() and is_given(mask, call.given):  # it may come again, in a call of other labels
             return AS_IT_COMES
-        call.decided = True
+        return self._decide(layer, mask, call)
+
+    def _repeatable(self, layer: nn.Module, bounds: Tensor) -> UnpadDecision:
+        """What is decided of bounds of documents once, for all calls: a checkpoint repeats layers of an earlier one."""
+        call, known = self.running, self.masks.get(identity(bounds))
+        if known is None or known.version != version(bounds):
+            decided = AS_IT_COMES if call is None or call.refused is not None else self._decide(layer, bounds, call)
+            known = self.masks[identity(bounds)] = MaskDecision(call, version(bounds), decided)
+        if call is not None:
+            call.decided = True
+            call.packs |= known.decision.flat is not None
+        return known.decision
+
+    def _decide(self, layer: nn.Module, mask: Tensor, call: OwnerCall) -> UnpadDecision:
+        call.decided, place = True, identity(mask)
         waits = self.gathered or mask.dim() <= 2
         presumed = None if waits else self.presumptions.presume(layer, mask, self.watch)
         if presumed is not None:
@@ -360,7 +329,7 @@ class Unpadding:
         self.step.repeats = True
         try:
             with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
-                return _hidden_of(self._run(OwnerCall(self._by_name(last.args, last.kwargs)), last.args, last.kwargs))
+                return hidden_of(self._run(OwnerCall(self._by_name(last.args, last.kwargs)), last.args, last.kwargs))
         finally:
             self.step.repeats = False
 
@@ -372,12 +341,6 @@ class Unpadding:
         told = [note("padding-removed", count=self.flattened)] if self.flattened else []
         told += [note("packed-without-mask", count=self.packed)] if self.packed else []
         return told + [note("attention-outside")] * self.shared + list(self.notes)
-
-
-def _hidden_of(output: Any) -> Tensor | None:
-    """The last hidden states of a model's output."""
-    found = getattr(output, "last_hidden_state", output[0] if isinstance(output, (tuple, list)) and output else output)
-    return found if isinstance(found, Tensor) else None
 
 
 def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:

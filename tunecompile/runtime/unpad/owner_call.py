@@ -1,0 +1,67 @@
+"""What is known of one call of the owner of layers, while it is under way and when it is over."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tunecompile.notes import Note
+from tunecompile.runtime.unpad.decision import UnpadDecision
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.pair_masks import MaskRecorder
+from tunecompile.runtime.unpad.presume import Presumed
+
+
+@dataclass
+class OwnerCall:
+    """The owner's call that is under way."""
+
+    given: dict[str, Any]  #: its arguments by name
+    beside: dict[str, Any] | None = None  #: what the model was given and may keep from it; None: not known yet
+    refused: Note | None = None  #: why nothing is flattened in it
+    keeps_padding: Note | None = None  #: why nothing at padding is left out in it
+    drops: bool = False  #: whether hidden states at padding were left out
+    packs: bool = False  #: whether documents were told apart without a mask
+    whole: bool = False  #: whether rows without padding came as documents, since their attention is written out
+    decided: bool = False  #: whether a layer was given a mask that could be read
+    presumed: list[Presumed] = field(default_factory=list)  #: masks that were not waited for
+    recorder: MaskRecorder | None = None  #: while its masks are made, and are large
+    by_rows: FlatBatch | None = None  #: what a mask [B, T] of a layer that has no other said
+
+
+@dataclass(frozen=True)
+class LastCall:
+    """A call that may have to be made again, with its padding."""
+
+    args: tuple
+    kwargs: dict
+    hidden: weakref.ref  #: what it returned
+
+    @staticmethod
+    def of(args: tuple, kwargs: dict, output: Any) -> LastCall | None:
+        """None where it returned no hidden states."""
+        hidden = hidden_of(output)
+        return None if hidden is None else LastCall(args, kwargs, weakref.ref(hidden))
+
+    def returned(self, hidden: Tensor) -> bool:
+        """Whether it returned these hidden states: the same tensor, or all of it as a view."""
+        made = self.hidden()
+        return made is not None and made.shape == hidden.shape and made.data_ptr() == hidden.data_ptr()
+
+
+@dataclass(frozen=True)
+class MaskDecision:
+    """What was decided of a mask, in a call of the owner."""
+
+    call: OwnerCall | None
+    version: int
+    decision: UnpadDecision
+
+
+def hidden_of(output: Any) -> Tensor | None:
+    """The last hidden states of a model's output."""
+    found = getattr(output, "last_hidden_state", output[0] if isinstance(output, (tuple, list)) and output else output)
+    return found if isinstance(found, Tensor) else None
