@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from tunecompile._torch.card import has_bfloat16
 from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS, DEQUANTIZED_IN_FP64
 from tunecompile.ir.op import HALF, Cost, has_triton, op
 from tunecompile.ir.pretend_gpu import on_gpu
@@ -126,6 +127,8 @@ def _refuse_template(
         return note("not-on-gpu")
     if dtype not in HALF:
         return note("not-half-precision", detail=str(dtype).removeprefix("torch."))
+    if dtype == torch.bfloat16 and not has_bfloat16(packed.device):
+        return note("gpu-without-bfloat16")
     if not has_triton():
         return note("no-triton")
     if not packed.is_contiguous():

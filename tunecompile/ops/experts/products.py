@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tunecompile._torch.card import has_bfloat16
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, has_triton, op
 from tunecompile.ir.pretend_gpu import on_gpu
@@ -160,6 +161,8 @@ def refuse_grouped(x: Tensor, stacks: Sequence[Tensor]) -> Note | None:
     """
     if any(t.dtype != torch.bfloat16 for t in (x, *stacks)):
         return note("not-bfloat16", detail=str(x.dtype).removeprefix("torch."))
+    if not has_bfloat16(x.device):
+        return note("gpu-without-bfloat16")
     if not all(stack.is_contiguous() for stack in stacks):
         return note("not-contiguous", "stacks of weights are")
     if any(stack.shape[1] % 8 or stack.shape[2] % 8 for stack in stacks):

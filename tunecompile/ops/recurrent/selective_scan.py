@@ -6,6 +6,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from tunecompile._torch.card import has_bfloat16
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, has_triton, op
 from tunecompile.ir.pretend_gpu import on_gpu
@@ -146,6 +147,8 @@ def _refuse(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, initial: Ten
         return note("no-triton")
     if x.dtype == torch.float64:  # as the references of tests are
         return note("not-half-precision", detail="float64")
+    if x.dtype == torch.bfloat16 and not has_bfloat16(x.device):
+        return note("gpu-without-bfloat16")
     if initial is not None:
         return note("state-to-begin-with")
     return None if a.shape[1] <= MOST_STATES else note("states-of-a-channel", states=a.shape[1], limit=MOST_STATES)
