@@ -46,6 +46,7 @@ def rows(known_to_fail: bool) -> list:
                 run.get("system", "").startswith("tunecompile")
                 and run["status"] == "ok"
                 and {"first_step_s", "shape"} <= run.keys()
+                and not run.get("layers")  # a plan is of all layers
             )
             if ours and not any(
                 word in run["system"] + run["shape"] + (run.get("parallel") or "") for word in NOT_PLANNED
