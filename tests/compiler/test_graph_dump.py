@@ -10,7 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
+from torch.fx import Graph
 
 import tunecompile
 from tests.support.models.layers import gradients, trained
@@ -60,6 +62,17 @@ def test_every_pass_that_changed_a_graph_leaves_a_file(monkeypatch, tmp_path):
     assert "rsqrt" in before.split("\n\n", 1)[1] and "tunecompile.rms_norm" not in before
     assert "torch.ops.tunecompile.rms_norm" in after and "layers.py" in after, "with the user's lines"
     assert "MUST_SAVE" in (folder / names[5]).read_text(encoding="utf-8"), "tags are shown"
+
+
+def test_graphs_without_a_module_are_written_too(tmp_path):
+    """As those of backward passes may be; what did not change leaves no file."""
+    graph = Graph()
+    graph.output(graph.call_function(torch.sin, (graph.placeholder("x"),)))
+    dump = graph_dump.GraphDump("layer", tmp_path, False)
+    for _ in range(2):
+        dump.show("lower", "backward", None, graph, {})
+    (file,) = tmp_path.iterdir()
+    assert file.name == "0000.layer.lower.backward.before.py" and "torch.sin(x)" in file.read_text(encoding="utf-8")
 
 
 def test_variants_models_and_earlier_runs_keep_their_files(monkeypatch, tmp_path):

@@ -1,9 +1,12 @@
 """Compiled code is looked up by all that it depends on: our source, the passes, the plan."""
 
 import importlib.util
+from operator import getitem
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.fx import Graph
 
 from tunecompile.compiler import partitioner
 from tunecompile.compiler.partitioner import HASHED, Lowering, Partitioner, source_hash
@@ -86,6 +89,71 @@ def test_the_packages_are_found_where_they_are_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: read.append(find(name)) or read[-1])
     assert source_hash.__wrapped__() == expected
     assert [spec.name for spec in read] == [f"tunecompile.{package}" for package in HASHED]
+
+
+def halves(*saved, seen=(0,), outputs=1, sizes=False):
+    """A forward graph of a call with three results that returns some of them, and a backward that makes them again.
+
+    saved: results that the forward saves; seen: those that it reads.
+    """
+    forward, backward = Graph(), Graph()
+    call = forward.call_function(torch.unbind, (forward.placeholder("x"),), name="call")
+    results = {at: forward.call_function(getitem, (call, at), name=f"result_{at}") for at in seen}
+    output = forward.output((results[seen[0]], *(results[at] for at in saved)))
+    given = [backward.placeholder(f"result_{at}") for at in saved] + [backward.placeholder("tangents_1")]
+    for node in given:
+        node.meta["val"] = 3 if sizes else torch.empty(2)
+    again = backward.call_function(torch.unbind, (given[0],), name="call")
+    members = [backward.call_function(getitem, (again, at), name=f"again_{at}") for at in range(3)]
+    for member in members:
+        member.meta |= {"val": torch.empty(2), "recompute": 1, "ac_graph_id": 0}
+    backward.output((backward.call_function(torch.stack, (members,)),))
+    return forward, backward, output, members
+
+
+def test_small_results_of_a_call_that_is_made_again_are_saved():
+    """Ahead of what is saved anyway, each under the name of the forward's result; one that none reads is read for it."""
+    forward, backward, output, members = halves(0)
+    output.meta["desc"] = ["result", "saved"]
+    for member in members[1:]:
+        member.meta["pinned"] = True
+    partitioner._save_pinned(forward, backward, 1)
+    forward.lint()
+    backward.lint()
+    first, *saved, last = output.args[0]
+    assert first is last and [(node.target, node.args[1]) for node in saved] == [(getitem, 1), (getitem, 2)]
+    assert output.meta["desc"] == ["result", "saved", "saved", "saved"]
+    given = backward.find_nodes(op="placeholder")
+    assert [node.name for node in given] == [*(node.name for node in saved), "result_0", "tangents_1"]
+    assert [set(node.meta) for node in given[:2]] == [{"val"}] * 2
+    (stacked,) = backward.find_nodes(op="call_function", target=torch.stack)
+    assert list(stacked.args[0]) == [members[0], *given[:2]] and len(backward.nodes) == 8
+
+
+def test_results_that_are_saved_already_stay_as_they_are():
+    """What is returned or saved, what is not marked, what is behind no saved tensor, and another call's."""
+    for made, pinned, change in (
+        (halves(0, 1, seen=(0, 1)), 1, None),
+        (halves(0), None, None),
+        (halves(0, sizes=True), 1, None),
+        (
+            halves(0),
+            1,
+            lambda forward: forward.find_nodes(op="call_function", target=torch.unbind)[0]._rename("another"),
+        ),
+    ):
+        forward, backward, output, members = made
+        if pinned is not None:
+            members[pinned].meta["pinned"] = True
+        if change is not None:
+            change(forward)
+        before = [str(forward), str(backward)]
+        partitioner._save_pinned(forward, backward, 1)
+        assert [str(forward), str(backward)] == before and "desc" not in output.meta
+    forward, backward, output, members = halves(0)
+    members[1].meta["pinned"] = True
+    partitioner._save_pinned(forward, backward, 2)  # all are results, and nothing is saved
+    assert len(output.args[0]) == 2
 
 
 PLANS = [

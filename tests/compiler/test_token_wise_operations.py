@@ -182,3 +182,5 @@ def test_rows_that_come_to_stand_behind_tokens_are_followed():
     ):
         assert not _has_rows_behind(followed(operation, x, *args))
     assert not _has_rows_behind(followed(aten.t, x[0]))
+    (four := turned.unsqueeze(1)).__dict__[_BEHIND] = True  # [T, 1, 1, 6]: which of them are the rows is not known
+    assert _has_rows_behind(followed(aten.transpose.int, four, 0, 1))

@@ -219,6 +219,67 @@ def test_attention_of_three_dimensions(name):
     assert is_found(lambda q, k, v, bias, places: fn(q, k, v, bias), N, N, N) == found
 
 
+def read(fn, *inputs):
+    """(What is read of the function's result, the graph's inputs.)"""
+    graph = traced(fn, *inputs).graph
+    (node,) = graph.output_node().all_input_nodes
+    return read_written_out(node), list(graph.find_nodes(op="placeholder"))
+
+
+def beside(join=lambda s, column: torch.cat([s, column], -1), column=None, kept=lambda w: w[..., :-1], change=None):
+    """Attention whose scores have a column of numbers by head beside them."""
+
+    def fn(q, k, v, sinks):
+        made = (column or (lambda each: each.reshape(1, -1, 1, 1).expand(2, -1, N, -1)))(sinks)
+        scores = join(q @ k.mT * 0.5, made)
+        return kept((change or (lambda s: s))(scores).softmax(-1)) @ v
+
+    return fn
+
+
+SINKS = {
+    "as gpt-oss has them": (beside(), True),
+    "by number": (beside(join=lambda s, column: torch.cat([s, column], dim=3)), True),
+    "all dimensions are named": (beside(kept=lambda w: w[:, :, :, :-1]), True),
+    "less the maximum": (beside(change=lambda s: s - s.max(dim=-1, keepdim=True).values), False),
+    "less the extreme": (beside(change=lambda s: s - s.amax(-1, keepdim=True)), True),
+    "viewed": (beside(column=lambda each: each.view(1, 3, 1, 1).expand(2, 3, N, 1)), True),
+    "ahead of the scores": (beside(join=lambda s, column: torch.cat([column, s], -1)), False),
+    "the first column is left out": (beside(kept=lambda w: w[..., 1:]), False),
+    "two columns": (beside(column=lambda each: each.reshape(1, -1, 1, 1).expand(2, -1, N, 2), kept=lambda w: w[..., :-2]), False),
+    "and one more": (beside(join=lambda s, column: torch.cat([s, s[..., :1], column], -1), kept=lambda w: w[..., :-1][..., :N]), False),
+    "more rows": (beside(join=lambda s, column: torch.cat([s, s], 2), kept=lambda w: w[:, :, :N]), False),
+    "by token": (beside(column=lambda each: each[:1].reshape(1, 1, 1, 1).expand(2, 3, N, 1)), False),
+    "turned": (beside(column=lambda each: each.reshape(1, 1, 3, 1).expand(2, 3, 3, 1)[:, :, :1].expand(2, 3, N, 1)), False),
+    "a column of two numbers": (beside(column=lambda each: (each * each).reshape(1, -1, 1, 1).expand(2, -1, N, -1)), "mul"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_sinks(name):
+    """Of two rows, three heads and four tokens."""
+    fn, expected = SINKS[name]
+    found, inputs = read(fn, *(torch.randn(2, 3, N, 5) for _ in range(3)), torch.randn(3))
+    assert (found is not None) == bool(expected)
+    if found is not None:
+        assert found.arguments.sinks is inputs[3] or found.arguments.sinks.name == expected
+        assert found.arguments.scale == 0.5 and not found.returned
+
+
+def test_how_operands_stand():
+    """Keys that are turned as they must be have no order of their own, so that the mask is all there is to it."""
+    four, three = [torch.randn(2, 3, N, 5) for _ in range(3)], [torch.randn(2, N, 5) for _ in range(3)]
+    found, inputs = read(lambda q, k, v, m: (q @ k.permute(0, 1, 3, 2) + m).softmax(-1) @ v, *four, torch.ones(N, N))
+    assert found.arguments.mask is inputs[3] and found.orders == (None,) * 4 and found.heads == 0
+    found, inputs = read(lambda q, k, v, m: (q @ k.mT + m).softmax(-1) @ v, *three, torch.ones(N, N))
+    assert found.heads == 1 and found.arguments.mask is None and [term.mask for term in found.terms] == inputs[3:]
+    found, _ = read(
+        lambda q, k, v: (q @ k.mT).view(2, 3, N, N).softmax(-1).view(6, N, N) @ v,
+        *(each.flatten(0, 1) for each in four),
+    )
+    assert found.heads == 3
+
+
 def test_what_is_read_of_it():
     """Terms first to last, with the factors that come after them, and everything between operands and result."""
 

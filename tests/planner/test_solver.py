@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from tunecompile.errors import UnknownBudget
 from tunecompile.planner.device_memory import HostGauge, budget_bytes, host_budget_bytes
-from tunecompile.planner.solver import KEEP, LayerRun, Plan, PlanOption, choose, peak, plan_lines, smaller_options
+from tunecompile.planner.solver import (
+    KEEP,
+    LayerRun,
+    Plan,
+    PlanOption,
+    choose,
+    copies,
+    peak,
+    plan_lines,
+    smaller_options,
+)
 
 bytes_ = st.integers(0, 100)
 option = st.builds(
@@ -90,6 +100,20 @@ def test_the_cheapest_byte_comes_first():
     assert smaller_options([bad, good, keep], keep) == [good, bad] and smaller_options([bad, good, keep], good) == []
 
 
+def test_milliseconds_that_are_paid_already_do_not_count():
+    """What a byte costs is what a layer pays beyond what it pays now."""
+    now, near, far = (PlanOption(KEEP, held, 0, 0, ms) for held, ms in ((100, 4.0), (90, 5.0), (20, 13.0)))
+    assert smaller_options([far, now, near], now) == [near, far]
+
+
+def test_bytes_that_copies_have_on_the_device():
+    """A layer's own, and those of a few before it; a layer without an option has none."""
+    order = [PlanOption(KEEP, 0, 0, 0, 0.0, offloaded=bytes_) for bytes_ in (1, 10, 100)]
+    assert [copies(order, place, 1) for place in range(3)] == [1, 11, 110]
+    assert [copies(order, place, 0) for place in range(3)] == [1, 10, 100]
+    assert copies([order[0], None, order[2]], 2, 2) == 101
+
+
 def test_room_to_compute_again_counts():
     """The last layer's backward runs while all others hold theirs, so it may be the one that must not recompute."""
     options = (PlanOption(KEEP, 50, 0, 10, 0.0), PlanOption(Plan(None), 10, 0, 100, 1.0))
@@ -130,6 +154,9 @@ def test_gradients_come_as_what_layers_hold_goes(options, tail):
     [
         ("20GiB", 20 * 2**30),
         ("1.5 GB", 1_500_000_000),
+        ("1 B", 1),
+        (2, 2),
+        (1.0, HostGauge().total()),
         ("512mib", 512 * 2**20),
         (10**9, 10**9),
         (0.5, HostGauge().total() // 2),
@@ -147,7 +174,9 @@ def test_what_is_no_budget(spec):
         budget_bytes(spec, HostGauge())
 
 
-@pytest.mark.parametrize(("spec", "expected"), [(None, None), ("auto", None), (0, 0), ("2KiB", 2048), (4096, 4096)])
+@pytest.mark.parametrize(
+    ("spec", "expected"), [(None, None), ("auto", None), (0, 0), (2, 2), ("2KiB", 2048), (4096, 4096)]
+)
 def test_host_budgets(spec, expected):
     assert host_budget_bytes(spec) == expected
 

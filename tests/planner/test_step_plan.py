@@ -105,6 +105,7 @@ def test_layers_that_show_no_backward_and_those_that_follow_one_plan():
     asked, frozen = request(0, runs=runs).layer_runs()
     assert [option.plan for option in asked.options] == [RECOMPUTE] and asked.layers == 2
     assert frozen == LayerRun(3, (PlanOption(KEEP, 0, 0, 0, 0.0),))
+    assert request(0, runs=runs[::-1]).layer_runs() == [frozen, asked]
     unseen = request(0, runs=runs, all_seen=False).layer_runs()[1]
     assert len(unseen.options) > 1, "as the first region"
 

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from tunecompile.ir.canonicalize import value
 
-__all__ = ["asked", "counted", "source"]
+__all__ = ["asked", "counted", "is_ascending", "source"]
 
 
 def asked(node: Node, *names: str) -> list:
@@ -40,4 +40,11 @@ def counted(offsets: Node) -> Node | None:
 def _sorted(ids: Node) -> bool:
     """Whether a node is the first result of an ascending sort."""
     sort = source(ids, operator.getitem)
-    return sort is not None and ids.args[1] == 0 and sort.target in (torch.sort, "sort") and not sort.kwargs
+    return sort is not None and ids.args[1] == 0 and sort.target in (torch.sort, "sort") and is_ascending(sort)
+
+
+def is_ascending(sort: Node) -> bool:
+    """Whether a sort, or an argsort, is of one dimension and from the least to the greatest."""
+    dim, descending = asked(sort, "dim", "descending")
+    plain = sort.kwargs.keys() <= {"dim", "descending", "stable"} and len(sort.args) <= 3
+    return plain and not descending and dim in (None, 0, -1) and getattr(value(sort.args[0]), "ndim", None) == 1

@@ -19,6 +19,7 @@ from tunecompile.ir.nodes import is_mutation
 from tunecompile.ir.op import OPS
 from tunecompile.ir.rewrite import annotate, erase_dead, replace, where_from
 from tunecompile.ops import adapted_stack, grouped_lora_linear
+from tunecompile.passes.recognize.experts.ids import asked
 
 __all__ = ["PASS"]
 
@@ -171,7 +172,8 @@ def _weighted(y: Node) -> tuple[list[Node], Node] | None:
     chain = [y]
     while len(chain[-1].users) == 1:
         (user,) = chain[-1].users
-        if user.target in ("masked_fill", torch.masked_fill) and user.args[0] is chain[-1] and user.args[2] == 0:
+        fills = user.target in ("masked_fill", torch.masked_fill) and user.args[:1] == (chain[-1],)
+        if fills and asked(user, "mask", "value")[1] == 0:
             chain.append(user)
             continue
         if user.target is operator.mul:
@@ -210,7 +212,7 @@ def _weigh_first(graph: Graph, product: Node) -> None:
         made = add(graph.call_function, product.target, (scaled, *rest))
         made = add(graph.call_function, operator.getitem, (made, 0))
         for mask in masks:
-            made = add(graph.call_method, "masked_fill", (made, *mask.args[1:]))
+            made = add(graph.call_method, "masked_fill", (made, *asked(mask, "mask", "value")))
         if dtype_of(made) != dtype_of(last):
             made = add(graph.call_method, "to", (made, dtype_of(last)))
     last.replace_all_uses_with(made)

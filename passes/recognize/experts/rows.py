@@ -17,6 +17,7 @@ from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.nodes import is_mutation
 from tunecompile.ir.rewrite import annotate, erase_dead, replace, where_from
 from tunecompile.ops import collect_rows, inverse_order, spread_rows
+from tunecompile.passes.recognize.experts.ids import is_ascending
 
 __all__ = ["PASS"]
 
@@ -37,7 +38,8 @@ def _orders(graph: Graph) -> Iterator[Node]:
 
 def _inverses(order: Node) -> list[Node]:
     """Nodes that hold the inverse: an empty tensor, filled at the order with 0, 1, ...; or a sort of the order."""
-    found = [user for user in order.users if user.target in (torch.argsort, "argsort") and user.args[0] is order]
+    sorts = [user for user in order.users if user.target in (torch.argsort, "argsort") and user.args[:1] == (order,)]
+    found = [user for user in sorts if is_ascending(user)]
     for user in order.users:
         if user.target is operator.setitem and user.args[1] is order:
             place, numbers = user.args[0], user.args[2]
