@@ -20,6 +20,7 @@ from tunecompile.compiler.attention_calls import (
 )
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
+from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
 
 __all__ = ["PASS"]
@@ -47,6 +48,8 @@ def _refuse(node: Node, found: FoundAttention) -> str | None:
     call, made = found.arguments, value(node)
     if call.sinks is not None or call.softcap:
         return f"{'soft-capped scores' if call.softcap else 'sinks'} under a mask that is not of documents"
+    if is_disturbed(first_of(node.graph, found.inside), node):
+        return DISTURBED
     operands = (call.query, call.key, call.value)
     q, k, v = (_stands(value(each), order, found.heads) for each, order in zip(operands, found.orders))
     if q.shape[:2] != k.shape[:2] or k.shape[:2] != v.shape[:2] or not made.is_floating_point():

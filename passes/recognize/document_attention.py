@@ -20,7 +20,7 @@ from tunecompile.compiler.attention_calls import (
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.compiler.token_wise import not_by_documents
 from tunecompile.ir.canonicalize import value
-from tunecompile.ir.nodes import node_arg
+from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed, node_arg
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
 from tunecompile.ops import varlen_attention
 
@@ -35,7 +35,11 @@ def run(graph: Graph, context: Context) -> None:
         call, mask = found.arguments, document_mask_of(found.arguments.mask)
         assert mask is not None
         tally.found += 1
-        if (reason := not_by_documents(call.map(value))) or (reason := _rewrite(graph, node, call, mask)):
+        if is_disturbed(first_of(graph, {node, *found.inside}), node):
+            reason: Any = DISTURBED
+        else:
+            reason = not_by_documents(call.map(value)) or _rewrite(graph, node, call, mask)
+        if reason:
             tally.refused.append(f"{_FAMILY}: {reason}{where_from(node)}")
             continue
         leave_out_weights(graph, found)

@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from tunecompile._torch.modules import linear
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
+from tunecompile.ir.nodes import DISTURBED, is_disturbed
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
 from tunecompile.ops import linear_cross_entropy, linear_cross_entropy_rows
 from tunecompile.ops.linear_cross_entropy import mean_of_labelled
@@ -136,6 +137,8 @@ def _rewrite(graph: Graph, node: Node) -> str | None:
     product = chain.product
     if len(product.users) > 1:
         return "the logits are used elsewhere too"
+    if is_disturbed(product, node, whole_numbers=False):
+        return DISTURBED
     if arguments["reduction"] == "none" and dtype_of(logits) == torch.float64 != dtype_of(product):
         return "each row's loss is computed in torch.float64"
     if value(logits).shape[-1] != value(product).shape[-1]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph
 
-from tunecompile.ir.nodes import is_barrier, is_mutation, node_arg
+from tunecompile.ir.nodes import first_of, is_barrier, is_disturbed, is_mutation, node_arg
 
 add_, add = torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
 
@@ -77,3 +77,36 @@ def test_changes_of_modes_are_barriers():
 def test_an_argument_that_is_a_node():
     node = called(torch.add, 2)
     assert node_arg(node, 0) is node.args[0] and node_arg(node, 1) is None and node_arg(node, 2) is None
+
+
+@pytest.mark.parametrize(
+    "target, args, value, disturbs, whole",
+    [
+        ("add_", (1,), torch.ones(2), True, True),
+        ("add_", (1,), torch.ones(2, dtype=torch.cfloat), True, True),
+        ("add_", (1,), torch.ones(2, dtype=torch.int64), True, False),
+        ("fill_", (True,), torch.ones(2, dtype=torch.bool), True, False),
+        ("add_", (1,), None, True, True),
+        ("add", (1,), torch.ones(2), False, False),
+        (torch._C._set_grad_enabled, (), torch.ones(2, dtype=torch.int64), True, True),
+    ],
+)
+def test_what_may_not_be_computed_later(target, args, value, disturbs, whole):
+    """Neither end counts; whole numbers do not where nothing reads them."""
+    node = called(target, *args)
+    graph, (x,) = node.graph, node.all_input_nodes
+    x.meta["example_value"] = value
+    last = graph.call_function(torch.sin, (x,))
+    end = graph.call_method("mul_", (last, 2))
+    assert is_disturbed(x, last) == disturbs and is_disturbed(x, last, whole_numbers=False) == whole
+    assert not is_disturbed(last, end) and not is_disturbed(node, last) and not is_disturbed(last, last)
+    assert is_disturbed(x, end) == disturbs
+    assert first_of(graph, {end, last}) is last and first_of(graph, [node, x]) is x
+
+
+def test_what_is_written_by_name_counts():
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.ones(2, dtype=torch.int64)
+    graph.call_function(torch.add, (x, x), {"out": graph.placeholder("y")})
+    assert is_disturbed(x, graph.call_function(torch.sin, (x,)), whole_numbers=False)

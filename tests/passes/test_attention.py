@@ -189,3 +189,32 @@ def scores_squared(q, k, v, mask, bias):
 def test_near_misses_say_why(spelling, why):
     seen = check(spelling, *inputs(), random(1, HEADS, TOKENS, KEYS), passes=PASSES, expect={}, whole=False)
     assert "softmax" in str(seen.graphs[0]) and any(why in reason for reason in seen.refused), seen.refused
+
+
+def keys_changed(q, k, v):
+    k = k * 1.0
+    weights = (q @ k.mT).softmax(-1)
+    k.zero_()
+    return weights @ v
+
+
+def places_changed(q, k, v):
+    places = (k[..., 0] > 0).unsqueeze(-2)
+    weights = (q @ k.mT).masked_fill(places, LEAST).softmax(-1)
+    places.fill_(False)
+    return weights @ v
+
+
+def weights_without_gradients(q, k, v):
+    with torch.no_grad():
+        weights = (q @ k.mT * 0.3).softmax(-1)
+    return weights @ v + q.sum() * k.sum()
+
+
+@pytest.mark.parametrize("fn", [keys_changed, places_changed, weights_without_gradients])
+def test_what_changes_between_scores_and_result(fn):
+    """Scores would be computed later: of other values, or with gradients."""
+    frozen = fn is not weights_without_gradients
+    q, k, v = (random(ROWS, HEADS, n, WIDTH, grad=not frozen) for n in (TOKENS, KEYS, KEYS))
+    seen = check(fn, q, k, v, passes=PASSES, expect={}, whole=False)
+    assert "scaled_dot_product" not in str(seen.graphs[0]) and "in place" in str(seen.refused)

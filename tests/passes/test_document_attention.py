@@ -240,3 +240,15 @@ def test_keys_before_they_were_repeated():
 
 def repeated_six(k):
     return k[:, :, None, :, :].expand(2, 3, 2, 5, 4).reshape(2, 6, 5, 4)
+
+
+def test_keys_that_change_between_scores_and_result():
+    def fn(q, k, v, offsets):
+        keys = heads(k) * 1.0
+        weights = (heads(q) @ keys.mT * 0.3 + added(offsets)).softmax(-1)
+        keys.zero_()
+        return weights @ heads(v)
+
+    q, k, v = (each.detach() for each in inputs())
+    seen = check(fn, q, k, v, OFFSETS, passes=PASSES, expect={"document_mask": 1}, whole=False)
+    assert "in place" in str(seen.refused)

@@ -104,6 +104,10 @@ OUTSIDE = {
         "without its bias",
     ),
     "read beside": (layer(add=lambda made, bias, ids: (made + bias[ids], made * 2)), "without its bias"),
+    "rows are changed in between": (
+        layer(add=lambda made, bias, ids: (bias.clone().zero_(), made + bias[ids])[1]),
+        "in between",
+    ),
     "changed behind": (layer(add=lambda made, bias, ids: (made + bias[ids], bias.add_(1))), "behind it"),
     "made behind": (layer(add=lambda made, bias, ids: made + (bias * 2)[ids]), "behind it"),
     "twice": (layer(add=lambda made, bias, ids: made.add(bias[ids], alpha=2)), ""),

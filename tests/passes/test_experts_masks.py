@@ -74,6 +74,9 @@ GONE = {
     "sorted by names": (layer(sort=lambda chosen: chosen.sort(dim=-1, descending=False, stable=True), before=fill), 1),
 }
 STAYS = {
+    "rows are changed behind it": layer(
+        before=lambda rows, away: (lambda filled: (rows.add_(1), filled)[1])(fill(rows, away))
+    ),
     "of the last expert too": layer(mask=lambda ids: (ids >= EXPERTS - 1).unsqueeze(-1), before=fill, behind=fill),
     "of others": layer(mask=lambda ids: (ids < EXPERTS).unsqueeze(-1), before=fill, behind=fill),
     "above": layer(mask=lambda ids: (ids > EXPERTS).unsqueeze(-1), before=fill),

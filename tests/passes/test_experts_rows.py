@@ -144,6 +144,18 @@ def test_what_is_changed_is_no_order():
     seen(places, {})
 
 
+def test_rows_that_change_before_their_sum():
+    """They were read before that; so only the sum stays apart."""
+
+    def fn(x, rows, ids):
+        rows = rows.detach() * 1
+        read = rows[inverse(ids.argsort())]
+        rows.zero_()
+        return read.view(TOKENS, CHOICES, WIDTH).sum(1) * x[0, 0]
+
+    seen(fn, ONE)
+
+
 def test_sums_in_another_dtype():
     """Rows are cast before they are collected, as the sum has them."""
     context = seen(there_and_back(total=lambda parts: parts.sum(1, dtype=torch.float32).double()), BOTH)

@@ -8,6 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import tunecompile
+from tests.support.passes.run import check, family, random
 
 VOCABULARY, HIDDEN = 64, 32
 
@@ -93,6 +94,48 @@ def test_each_row_in_more_digits_than_the_head_is_left_alone():
     model(ids, ids).backward()
     (tally,) = [m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy"]
     assert not tally.rewritten and "float64" in tally.refused[0]
+
+
+def changed(x, weight, labels):
+    logits = F.linear(x, weight)
+    x.mul_(2.0)
+    return F.cross_entropy(logits, labels)
+
+
+def without_gradients(x, weight, labels):
+    with torch.no_grad():
+        logits = F.linear(x, weight)
+    return F.cross_entropy(logits, labels) + x.sum()
+
+
+def scaled_without_gradients(x, weight, labels):
+    logits = F.linear(x, weight)
+    with torch.no_grad():
+        logits = logits * 2.0
+    return F.cross_entropy(logits, labels) + weight.sum()
+
+
+@pytest.mark.parametrize("loss", [changed, without_gradients, scaled_without_gradients])
+def test_what_changes_between_head_and_loss(loss):
+    """The head would be computed later: of other values, or with gradients."""
+    x, weight = random(6, HIDDEN), random(VOCABULARY, HIDDEN, grad=loss is not changed)
+    labels = torch.randint(VOCABULARY, (6,))
+
+    def fn(x, weight, labels):
+        return loss(x * 1.0, weight, labels)
+
+    seen = check(fn, x, weight, labels, passes=family("linear_cross_entropy"), expect={}, whole=False)
+    assert "in place" in str(seen.refused)
+
+
+def test_labels_may_change_between_head_and_loss():
+    def fn(x, weight, labels):
+        logits, labels = F.linear(x, weight), labels + 0
+        labels.masked_fill_(labels < 2, -100)
+        return F.cross_entropy(logits, labels)
+
+    given = random(6, HIDDEN), random(VOCABULARY, HIDDEN), torch.randint(VOCABULARY, (6,))
+    check(fn, *given, passes=family("linear_cross_entropy"), expect={"linear_cross_entropy": 1}, whole=False)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -59,3 +59,16 @@ def test_a_product_that_is_read_in_a_wider_dtype_is_left():
     given = inputs(torch.bfloat16, torch.float32)
     seen = check(in_both_dtypes, *given, passes=PASSES, expect={"gated_activation": 1}, tol=1.5e-2)
     assert "another dtype" in str(seen.refused)
+
+
+def test_a_gate_without_gradients():
+    """In one op with its weights it would have some."""
+
+    def fn(gate, up, weights):
+        with torch.no_grad():
+            gated = F.silu(gate) * up
+        return gated * weights + gate.sum()
+
+    given = inputs(torch.float32, torch.float32)
+    seen = check(fn, *given, passes=PASSES, expect={"gated_activation": 1}, whole=False)
+    assert "in place" in str(seen.refused)

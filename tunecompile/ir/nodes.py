@@ -3,12 +3,13 @@
 import functools
 import inspect
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-__all__ = ["is_barrier", "is_mutation", "node_arg"]
+__all__ = ["DISTURBED", "first_of", "is_barrier", "is_disturbed", "is_mutation", "node_arg"]
 
 
 def node_arg(node: Node, i: int) -> Node | None:
@@ -69,3 +70,37 @@ def is_barrier(node: Node) -> bool:
     """
     modes = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode"}
     return is_mutation(node) or (node.op == "call_function" and getattr(node.target, "__name__", "") in modes)
+
+
+def first_of(graph: Graph, nodes: Collection[Node]) -> Node:
+    """Return the one of some nodes of a graph that stands first."""
+    return next(node for node in graph.nodes if node in nodes)
+
+
+#: why what stands apart stays apart, for reports
+DISTURBED = "a tensor in between is changed in place, or the mode of gradients or autocast is"
+
+
+def is_disturbed(first: Node, last: Node, whole_numbers: bool = True) -> bool:
+    """Return whether what `first` computes may not be computed in the place of `last`.
+
+    Args:
+        first: a node of the recognize stage.
+        last: a node behind it, or the same.
+        whole_numbers: whether changes of whole numbers in between count (labels and ids that neither of them reads).
+
+    Returns:
+        True where a barrier stands between them.
+    """
+    node = last
+    while node is not first:
+        node = node.prev
+        if node is not first and is_barrier(node) and (whole_numbers or not _changes_whole_numbers(node)):
+            return True
+    return False
+
+
+def _changes_whole_numbers(node: Node) -> bool:
+    written = node_arg(node, 0) if is_mutation(node) and "out" not in node.kwargs else None
+    value = None if written is None else written.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()

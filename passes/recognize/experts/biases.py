@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
-from tunecompile.ir.nodes import is_mutation
+from tunecompile.ir.nodes import DISTURBED, is_disturbed, is_mutation
 from tunecompile.ir.rewrite import erase_dead, where_from
 from tunecompile.ops import grouped_lora_linear
 from tunecompile.passes.recognize.experts.ids import asked, counted, source
@@ -58,6 +58,8 @@ def _refusal(product: Node, rows: Node, add: Node, biases: Node) -> str | None:
     clamps = [asked(user, "min", "max") if user.target == "clamp_" else None for user in ids.users if is_mutation(user)]
     if any(clamp not in ([None, experts - 1], [0, experts - 1]) for clamp in clamps):
         return "the ids are changed"
+    if is_disturbed(product, add, whole_numbers=False):
+        return DISTURBED
     if dtype_of(add) != dtype_of(rows):
         return f"the sum is {dtype_of(add)}"
     order = {node: place for place, node in enumerate(product.graph.nodes)}

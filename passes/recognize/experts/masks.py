@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
-from tunecompile.ir.nodes import is_mutation
+from tunecompile.ir.nodes import is_disturbed, is_mutation
 from tunecompile.ir.rewrite import erase_dead, where_from
 from tunecompile.ops import grouped_lora_linear
 from tunecompile.passes.recognize.experts.ids import asked, counted, source
@@ -61,7 +61,7 @@ def _before(product: Node, offsets: Node) -> Node | None:
     """The mask over a product's input, if the masked input has no other user."""
     x = product.args[0]
     if _fills(x, offsets) and x.target != _IN_PLACE:
-        return x
+        return None if is_disturbed(x, product, whole_numbers=False) else x
     for user in x.users:
         if user.target == _IN_PLACE and user.args[0] is x and _fills(user, offsets):
             return user if set(x.users) == {user, product} and not user.users else None

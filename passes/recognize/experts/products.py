@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
-from tunecompile.ir.nodes import is_mutation
+from tunecompile.ir.nodes import is_disturbed, is_mutation
 from tunecompile.ir.op import OPS
 from tunecompile.ir.rewrite import annotate, erase_dead, replace, where_from
 from tunecompile.ops import adapted_stack, grouped_lora_linear
@@ -199,6 +199,8 @@ def _weigh_first(graph: Graph, product: Node) -> None:
     if found is None:
         return
     (_, *masks, last), weights = found
+    if is_disturbed(product, last, whole_numbers=False):
+        return
 
     def add(kind: Callable[..., Node], *call: Any) -> Node:
         made = kind(*call)

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
-from tunecompile.ir.nodes import is_mutation
+from tunecompile.ir.nodes import is_disturbed, is_mutation
 from tunecompile.ir.rewrite import annotate, erase_dead, replace, where_from
 from tunecompile.ops import collect_rows, inverse_order, spread_rows
 from tunecompile.passes.recognize.experts.ids import is_ascending
@@ -145,7 +145,7 @@ def _rewrite(graph: Graph, read: Node, order: Node, places: Node, share: int, fo
         bound = {"x": source, "order": order, "places": places, "choices": share}
         reason = replace(graph, (read,), spread_rows, bound)
         made = [read]
-    elif (summed := _summed(read)) is not None:
+    elif (summed := _summed(read)) is not None and not is_disturbed(read, summed[0], whole_numbers=False):
         total, share = summed
         bound = {"y": source, "order": order, "places": places, "choices": share}
         dtype = dtype_of(total)

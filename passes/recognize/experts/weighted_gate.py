@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
+from tunecompile.ir.nodes import DISTURBED, is_disturbed
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
 from tunecompile.ops import gated_activation, weighted_gate
 
@@ -39,6 +40,10 @@ def _rounded(product: Node, dtype: torch.dtype) -> Node | None:
     return casts[0] if len(casts) == len(product.users) == 1 else None
 
 
+def _refusal(gated: Node, last: Node) -> str | None:
+    return DISTURBED if is_disturbed(gated, last, whole_numbers=False) else None
+
+
 def run(graph: Graph, context: Context) -> None:
     tally = MatchCount("weighted_gate")
     for gated in [node for node in graph.nodes if node.target is gated_activation.overload]:
@@ -49,7 +54,8 @@ def run(graph: Graph, context: Context) -> None:
         gate, up, activation = gated.args
         last = _rounded(product, dtype_of(gated))
         bound = {"gate": gate, "up": up, "weights": weights, "activation": activation}
-        reason = "the product is in another dtype" if last is None else replace(graph, (last,), weighted_gate, bound)
+        reason = "the product is in another dtype" if last is None else _refusal(gated, last)
+        reason = reason or replace(graph, (last,), weighted_gate, bound)
         if reason is None:
             tally.rewritten += 1
             tally.places.append(f"weighted gate{where_from(product)}")
