@@ -117,3 +117,11 @@ def test_never_across_a_mutation_of_a_summand_or_the_total():
             passes=ADD,
             expect={"rms_norm": 1},
         )
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_whole_numbers_that_are_added(whole):
+    summands = [random(2, 3, 8), random(2, 3, 8)]
+    summands[whole] = torch.randint(3, (2, 3, 8))
+    seen = check(residual, *summands, random(8), passes=ADD, expect={"rms_norm": 1}, whole=False)
+    assert "not of a floating dtype" in str(seen.refused)

@@ -1,5 +1,6 @@
 """Providers are traced once: later compilations get the same graph, with fake values of their own."""
 
+import dataclasses
 import importlib
 import operator
 
@@ -12,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from tunecompile.compiler.pass_manager import Context
-from tunecompile.ir.op import Cost, op
+from tunecompile.ir.op import Cost, Provider, op
 from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.ops import dequantize_mxfp4, gated_activation, lora_linear, varlen_attention
 from tunecompile.planner.cost_model import graph_work
@@ -159,3 +160,12 @@ def test_attention_in_a_template_keeps_its_operations(backward):
     with as_on_gpu():
         work = graph_work(lowered(operation, arguments, FakeTensorMode(shape_env=ShapeEnv())).graph)
     assert work.products == 0 and work.attention == pytest.approx((10 if backward else 4) * q.numel() * 20, rel=1e-3)
+
+
+def test_why_a_provider_was_chosen():
+    """What it gains; of the reference, who refused."""
+    providers = importlib.import_module("tunecompile.passes.plan.providers")
+    fast = Provider("fast", lambda x: x / 2, lambda x: "too small", because="one kernel")
+    alone = dataclasses.replace(halved_in_a_test, providers=[fast])
+    assert providers._reason(alone, fast, [torch.ones(1)]) == "one kernel"
+    assert providers._reason(alone, alone.fallback(), [torch.ones(1)]) == "fast: too small"

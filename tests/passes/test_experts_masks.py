@@ -71,6 +71,7 @@ GONE = {
     "compared by a method": (layer(mask=lambda ids: torch.unsqueeze(ids.ge(EXPERTS), dim=-1), before=fill), 1),
     "ids are changed behind it": (layer(change=lambda ids: ids.clamp_(max=EXPERTS - 1), before=fill), 1),
     "sorted by a method": (layer(sort=lambda chosen: chosen.sort(0), before=fill), 1),
+    "sorted by place": (layer(sort=lambda chosen: torch.sort(chosen, -1, False), before=fill), 1),
     "sorted by names": (layer(sort=lambda chosen: chosen.sort(dim=-1, descending=False, stable=True), before=fill), 1),
 }
 STAYS = {

@@ -167,3 +167,19 @@ def test_a_norm_that_is_computed_in_fp64_reads_the_wide_copy(spelling):
     graph, _ = recognized(spelling, *args, passes=PASSES)
     for node in graph.nodes:
         assert node.target is not layer_norm.overload or node.args[0].target == "to"
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_statistics_in_half_precision_stay(twice, rounded):
+    """The op computes them in fp32."""
+
+    def fn(x, w):
+        mean = x.mean(-1, keepdim=True)
+        centred = x - mean
+        made = w * (centred * torch.rsqrt(((x - mean) if twice else centred).pow(2).mean(-1, keepdim=True) + EPS))
+        return made.to(torch.bfloat16) if rounded else made
+
+    for dtype, ops in ((torch.bfloat16, {}), (torch.float32, {"layer_norm": 1})):
+        given = torch.randn(2, 3, 8).to(dtype).requires_grad_(), torch.randn(8).to(dtype).requires_grad_()
+        recognized(fn, *given, passes=PASSES, expect=ops, tol=1.2e-2)

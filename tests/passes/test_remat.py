@@ -6,6 +6,8 @@ from operator import getitem
 import torch
 from torch.fx import Graph
 
+from tunecompile._torch.autograd import CheckpointPolicy
+
 remat = importlib.import_module("tunecompile.passes.plan.remat")  # the package has the pass by that name
 aten = torch.ops.aten
 
@@ -35,3 +37,45 @@ def test_a_result_that_is_small_beside_the_others():
     assert small == [False, True, False, False]
     call.meta["val"] = torch.empty(1000, 4)
     assert not remat._is_small(member)
+
+
+def valued(graph, target, *args, shape=(8, 8), dtype=torch.float32):
+    node = graph.call_function(target, args)
+    node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+    return node
+
+
+def test_what_is_saved_and_what_is_made_again():
+    """Products are saved unless they are chosen; beside a chosen one, what is cheap is made again, too."""
+    graph, save, again = Graph(), CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+    x = graph.placeholder("x")
+    product, other = (valued(graph, aten.mm.default, x, x) for _ in range(2))
+    cheap, drawn = valued(graph, aten.sin.default, x), valued(graph, aten.bernoulli.default, x)
+    assert [remat._policy(node, set()) for node in (product, cheap, drawn)] == [save, None, save]
+    assert [remat._policy(node, {product}) for node in (product, cheap, drawn)] == [again, again, save]
+    assert remat._policy(other, {product}) is save and remat._policy(drawn, {drawn}) is save
+
+
+def test_what_extends_a_value_that_is_made_again():
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(8, 8, device="meta")
+    kept, made, small = (valued(graph, aten.mm.default, x, x, shape=shape) for shape in ((8, 8), (8, 8), (2, 2)))
+    for node in (made, small):
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    cases = {
+        True: [(aten.sin.default, made), (aten.mul.Tensor, made, small), (aten.mul.Tensor, small, made)],
+        False: [
+            (aten.sin.default, kept),
+            (aten.sin.default, x),
+            (aten.mul.Tensor, made, kept),
+            (aten.mul.Tensor, made, x),
+            (aten.mm.default, made, made),
+            (aten.mul.Tensor, small, kept),
+        ],
+    }
+    for extends, calls in cases.items():
+        for call in calls:
+            assert remat._extends_recomputed(valued(graph, *call)) == extends, call
+    assert not remat._extends_recomputed(valued(graph, aten.mul.Tensor, small, small))
+    assert not remat._extends_recomputed(valued(graph, aten.sin.default, made, shape=(0,)))

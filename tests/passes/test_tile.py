@@ -1,7 +1,11 @@
 """Where the plan says so, an MLP and its backward make way for those in pieces, and only where nobody reads what only the whole one has."""
 
+import importlib
+import operator
+
 import pytest
 import torch
+from torch.fx import Graph
 
 from tests.support.notes import has
 from tests.support.passes.functions import mlp, mlp_weights
@@ -12,6 +16,7 @@ from tunecompile.ops import lora_mlp
 from tunecompile.passes import PIPELINE
 from tunecompile.planner.solver import KEEP, Plan
 
+tile = importlib.import_module("tunecompile.passes.plan.tile")  # the package has the pass by that name
 PLANS = [Plan(tiles=2), Plan(None, 2), Plan(frozenset({0}), 4)]
 
 
@@ -58,3 +63,19 @@ def test_a_precision_that_pieces_do_not_have_is_told(joined, monkeypatch):
     backend = Backend("test", PIPELINE, "eager", plan=Plan(tiles=2), precision="fp8")
     torch.compile(mlp, backend=backend)(random(2, 9, 8), *mlp_weights()).sum().backward()
     assert has(backend.contexts[-1], "not-in-precision", reason="tiled", subject="test", op="lora_mlp", precision="fp8")
+
+
+@pytest.mark.parametrize("members, whole", [((0,), True), ((1,), False), ((0, 1), False), ((), False)])
+def test_only_calls_of_which_the_first_result_alone_is_read(members, whole):
+    graph = Graph()
+    call = graph.call_function(torch.unbind, (graph.placeholder("x"),))
+    made = [graph.call_function(operator.getitem, (call, place)) for place in members]
+    assert tile._only_the_first(call) is (made[0] if whole else None)
+    assert not members or tile._only_the_first(made[0]) is None
+
+
+def test_a_reader_of_all_results_is_no_first_one():
+    graph = Graph()
+    call = graph.call_function(torch.unbind, (graph.placeholder("x"),))
+    graph.call_function(torch.stack, (call, 0))
+    assert tile._only_the_first(call) is None
