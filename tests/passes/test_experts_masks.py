@@ -106,3 +106,36 @@ def test_masks_over_rows_of_no_expert(name):
 @pytest.mark.parametrize("name", STAYS)
 def test_other_masks(name):
     assert masks_left(STAYS[name])[1] == 0
+
+
+def two_readers(other):
+    """Masked rows that another call reads, too."""
+
+    def fn(x, up, chosen):
+        made = torch.sort(chosen.reshape(-1))
+        ids, order = made[0], made[1]
+        counts = torch.histc(ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+        ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        rows = fill(x[order // CHOICES], (ids >= EXPERTS).unsqueeze(-1))
+        return torch._grouped_mm(rows, up, offs=ends), other(rows, up, ends)
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    "other, left",
+    [
+        (lambda rows, up, ends: torch._grouped_mm(rows, up * 2, offs=ends), 0),
+        (lambda rows, up, ends: torch._grouped_mm(rows, up, offs=ends.flip(0)), 1),
+        (lambda rows, up, ends: rows.sum(), 1),
+        (lambda rows, up, ends: rows, 1),
+    ],
+)
+def test_masked_rows_that_others_read(other, left):
+    """Only products by the same experts leave out what a mask would."""
+    gm = traced(
+        two_readers(other), torch.randn(TOKENS, WIDTH).bfloat16(), torch.randn(EXPERTS, WIDTH, INNER).bfloat16(),
+        torch.randint(EXPERTS + 1, (TOKENS, CHOICES)),
+    )  # fmt: skip
+    run_stage(PASSES, "recognize", gm.graph, Context("test"))
+    assert sum("masked_fill" in str(node.target) for node in gm.graph.nodes) == left

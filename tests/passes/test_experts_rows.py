@@ -175,3 +175,14 @@ def test_what_computed_the_inverse_goes_with_its_last_reader(stays):
     assert [any(node.target is each for node in graph.nodes) for each in (torch.empty_like, torch.arange, setitem)] == (
         [stays] * 3
     )
+
+
+def test_of_two_inverses_each_goes_with_its_own_readers():
+    def fn(x, rows, ids):
+        order = torch.sort(ids)[1]
+        first, second = inverse(order), inverse(order)
+        return rows[first].sin() * rows[second].cos(), first + 1
+
+    given = torch.randn(TOKENS, WIDTH), torch.randn(ROWS, WIDTH), torch.randint(4, (ROWS,))
+    graph, _ = recognized(fn, *given, passes=PASSES, expect=APART)
+    assert [sum(node.target is each for node in graph.nodes) for each in (torch.empty_like, setitem)] == [1, 1]

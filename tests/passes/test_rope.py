@@ -5,6 +5,7 @@ import torch
 
 from tests.support.passes.rope import PASSES, H, Heads, rotate_half, tables, turned
 from tests.support.passes.run import check, random
+from tunecompile.passes.recognize.rope import _last_slice
 
 
 def halves(dim=8, grad=False):
@@ -363,3 +364,22 @@ def test_turned_twice_at_once():
         return y * c + rotate_half(y) * s
 
     check(fn, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES, expect={"rope": 2})
+
+
+@pytest.mark.parametrize(
+    "index, expected",
+    [
+        ((..., slice(1, None)), True),
+        ((slice(None), slice(None), slice(1, None)), True),
+        ((slice(None), ..., slice(1, None)), True),
+        (slice(1, None), False),
+        ((), False),
+        ((slice(None), slice(1, None)), False),
+        ((..., slice(2), slice(1, None)), False),
+        ((slice(2), slice(None), slice(1, None)), False),
+        ((..., 0, slice(1, None)), False),
+        ((..., 0), False),
+    ],
+)
+def test_indices_that_leave_out_numbers_of_the_last_dimension_alone(index, expected):
+    assert _last_slice(index, 3) == (slice(1, None) if expected else None)

@@ -58,14 +58,20 @@ def _fills(node: Node, offsets: Node) -> bool:
 
 
 def _before(product: Node, offsets: Node) -> Node | None:
-    """The mask over a product's input, if the masked input has no other user."""
+    """The mask over a product's input, if only products by the same experts read the masked input."""
     x = product.args[0]
     if _fills(x, offsets) and x.target != _IN_PLACE:
-        return None if is_disturbed(x, product, whole_numbers=False) else x
+        return x if all(_leaves_out(user, x, offsets) for user in x.users) else None
     for user in x.users:
         if user.target == _IN_PLACE and user.args[0] is x and _fills(user, offsets):
             return user if set(x.users) == {user, product} and not user.users else None
     return None
+
+
+def _leaves_out(user: Node, rows: Node, offsets: Node) -> bool:
+    """Whether a reader of masked rows gives the same of those before the mask."""
+    is_product = user.target is grouped_lora_linear.overload and (user.args[0], user.args[2]) == (rows, offsets)
+    return is_product and not is_disturbed(rows, user, whole_numbers=False)
 
 
 def _behind(product: Node, offsets: Node) -> Iterator[Node]:
