@@ -19,6 +19,19 @@ def split(x):
     return torch.cat(x.split([3, 5], -1), -1).reshape(-1, 8) * 2
 
 
+def split_ahead(x):
+    """Along the first dimension, as it is where none is given."""
+    return torch.cat(x.split([1, 1])).reshape(-1, 8) * 2
+
+
+def split_alike(x):
+    return torch.cat(x.split(4, -1), -1).reshape(-1, 8) * 2
+
+
+def joined_along_another(x):
+    return torch.cat(x.split([4, 4], -1), 0).reshape(-1, 4) * 2
+
+
 def in_another_order(x):
     return torch.cat([x[..., 4:], x[..., :4]], -1).reshape(-1, 8) * 2
 
@@ -32,7 +45,16 @@ DENSE, TURNED = torch.randn(2, 5, 8), torch.randn(2, 8, 5).transpose(1, 2)
 
 @pytest.mark.parametrize(
     "run, x, left",
-    [(joined, DENSE, 0), (split, DENSE, 0), (in_another_order, DENSE, 1), (in_part, DENSE, 1), (joined, TURNED, 1)],
+    [
+        (joined, DENSE, 0),
+        (split, DENSE, 0),
+        (split_ahead, DENSE, 0),
+        (split_alike, DENSE, 0),
+        (joined_along_another, DENSE, 1),
+        (in_another_order, DENSE, 1),
+        (in_part, DENSE, 1),
+        (joined, TURNED, 1),
+    ],
 )
 def test_a_concatenation_of_own_pieces(run, x, left):
     """Views of the concatenation may be none of the tensor's: convolutions over tokens hand on transposed ones."""

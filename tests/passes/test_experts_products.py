@@ -5,11 +5,13 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx import Graph
 
 from tests.support.passes.run import family
 from tests.support.passes.traced import traced
 from tunecompile.compiler.pass_manager import Context, run_stage
-from tunecompile.ops import grouped_lora_linear
+from tunecompile.ops import grouped_lora_linear, layer_norm
+from tunecompile.passes.recognize.experts.products import _mutated, _origin
 
 PASSES = family("experts")
 EXPERTS, ROWS, WIDTH, INNER = 4, 12, 16, 8
@@ -155,3 +157,30 @@ def test_rows_are_weighted_before_their_product(name):
 def test_rows_that_are_weighted_behind_their_product(name):
     (call,), inputs, _ = seen(BEHIND[name])
     assert call.args[PLACES["x"]] is inputs["x"]
+
+
+@pytest.mark.parametrize(
+    "make, of_x",
+    [
+        (lambda x: x, True),
+        (lambda x: x[1:], True),
+        (lambda x: x.view(-1), True),
+        (lambda x: x.mT[0].reshape(4), True),
+        (lambda x: x * 2, False),
+        (lambda x: (x + 1)[0], False),
+        (lambda x: torch.sort(x)[0], False),
+        (lambda x: layer_norm(x, None, None, 1e-5).view(-1), False),
+        (lambda x: torch._grouped_mm(x, x, offs=x)[0], False),
+    ],
+)
+def test_what_shares_memory_with_what_is_changed(make, of_x):
+    """Arithmetic, sorts and ops allocate their results."""
+    graph = Graph()
+    x = torch.fx.Proxy(graph.placeholder("x"), torch.fx.proxy.GraphAppendingTracer(graph))
+    made = make(x).node
+    assert (_origin(made) is x.node) == of_x
+    assert not _mutated(graph, [made, None])
+    graph.call_method("add_", (x.node, 1))
+    assert _mutated(graph, [made, 3]) == of_x
+    graph.call_method("add_", (graph.call_method("view", (made, -1)), 1))
+    assert _mutated(graph, [made])

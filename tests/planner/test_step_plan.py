@@ -96,7 +96,8 @@ def test_a_plan_that_leaves_room_for_all_recordings():
     for gain, held, short in ((10.0, 65, False), (1.9, 79, False), (0.1, 100, False), (0.0, 100, False)):
         choice, found = leave_room_for_graphs(fastest, runs, 100, 0, gain)
         assert (choice.peak, found) == (held, short), gain
-    assert leave_room_for_graphs(fastest, [LayerRun(1, runs[0].options[:2])], 100, 0, 10.0)[1]
+    for gain in (10.0, 0.5):
+        assert leave_room_for_graphs(fastest, [LayerRun(1, runs[0].options[:2])], 100, 0, gain)[1]
     assert leave_room_for_graphs(fastest, runs, 100, 0, 10.0, spare=50) == (fastest, False)
 
 
