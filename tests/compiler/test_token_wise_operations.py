@@ -129,6 +129,19 @@ def test_what_may_mix_them(name):
         assert not looked_at(operation, arguments(torch.empty(1, TOKENS, W)))[0]
 
 
+@pytest.mark.parametrize("name", ["mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_int_mm"])
+def test_products_sum_over_no_tokens(name):
+    """Rows are tokens, or columns; a bias ahead of both is no operand. (No product is computed here.)"""
+    operation = getattr(aten, name)
+    func = packet(operation)
+    x, square = torch.empty(TOKENS, W, device="meta"), torch.empty(W, W, device="meta")
+    for left, right, apart in ((x, square, True), (square, x.T, True), (x.T, x, False), (x, x.T, False)):
+        operands = [each[None] if "b" in name.removeprefix("add") else each for each in (left, right)]
+        made = operands[0] @ operands[1]
+        args = ([torch.empty(1, device="meta")] if "add" in name else []) + operands
+        assert leaves_apart(func, tuple(args), {}, args, [made]) == apart, (left.shape, right.shape)
+
+
 def behind(x):
     """Tokens first, as [T, 1, 6]: rows may stand behind them."""
     turned = x.transpose(0, 1)
