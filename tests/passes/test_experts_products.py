@@ -128,6 +128,9 @@ BEHIND = {
     "read behind its mask": lambda x, w, t, weights, ends: (lambda y: y * weights + y)(
         product(x, w, ends).masked_fill(weights > 0, 0.0)
     ),
+    "another tensor that changes in between": lambda x, w, t, weights, ends: (
+        lambda y: (weights.exp().mul_(2), y * weights)[1]
+    )(product(x, w, ends)),
     "rows that change": lambda x, w, t, weights, ends: (lambda y: (x.add_(1), y * weights)[1])(product(x, w, ends)),
     "a stack that changes": lambda x, w, t, weights, ends: (lambda y: (w[0].add_(1), y * weights)[1])(
         product(x, w, ends)

@@ -3,10 +3,13 @@
 import importlib
 from operator import getitem
 
+import pytest
 import torch
 from torch.fx import Graph
 
 from tunecompile._torch.autograd import CheckpointPolicy
+from tunecompile.compiler.pass_manager import Context
+from tunecompile.planner.solver import KEEP, RECOMPUTE
 
 remat = importlib.import_module("tunecompile.passes.plan.remat")  # the package has the pass by that name
 aten = torch.ops.aten
@@ -79,3 +82,17 @@ def test_what_extends_a_value_that_is_made_again():
             assert remat._extends_recomputed(valued(graph, *call)) == extends, call
     assert not remat._extends_recomputed(valued(graph, aten.mul.Tensor, small, small))
     assert not remat._extends_recomputed(valued(graph, aten.sin.default, made, shape=(0,)))
+
+
+@pytest.mark.parametrize("followed, policy", [(KEEP, "MUST_SAVE"), (RECOMPUTE, "MUST_RECOMPUTE")])
+def test_the_forward_alone_has_tags(followed, policy):
+    graph = Graph()
+    x, tangents = graph.placeholder("x"), graph.placeholder("tangents_1")
+    for node in (x, tangents):
+        node.meta["val"] = torch.empty(8, 8, device="meta")
+    ahead, back = valued(graph, aten.mm.default, x, x), valued(graph, aten.mm.default, tangents, x)
+    further = valued(graph, aten.sin.default, back)
+    graph.output((ahead, further))
+    remat.run(graph, Context("layer", followed))
+    assert ahead.meta["recompute"] is CheckpointPolicy[policy]
+    assert not any("recompute" in node.meta for node in (x, tangents, back, further))
