@@ -13,6 +13,7 @@ from tunecompile import passes
 from tunecompile.compiler import backend as backend_module
 from tunecompile.compiler.backend import Backend
 from tunecompile.compiler.pass_manager import Context
+from tunecompile.planner.solver import Plan
 
 
 def fail(graph, context):
@@ -112,3 +113,36 @@ def test_graphs_read_cached_weights_where_they_read_any(monkeypatch):
         assert keep(None, [3], kind)("code") == (kind, "code", [3])
         assert keep(None, [], kind) is None
     assert Backend("layer", (), "eager")._keep(Context("layer")) is None
+
+
+@dataclasses.dataclass
+class Kept:
+    """Gives weights to graphs; dense ones may move into its matrices."""
+
+    moves: bool
+
+
+@pytest.mark.parametrize(
+    "options, cached",
+    [
+        ({}, True),
+        ({"plan": Plan(None)}, True),
+        ({"plan": Plan(weights=True)}, False),
+        ({"look": lambda joint: None}, False),
+        ({"kept": Kept(moves=True)}, False),
+        ({"kept": Kept(moves=False)}, True),
+    ],
+)
+def test_which_code_may_come_from_a_cache(monkeypatch, options, cached):
+    """None that reads matrices of this model's weights, or whose joint graph somebody waits to see."""
+    asked = []
+
+    def compiled(work, *args, cached, **others):
+        asked.append(cached)
+        return work.forward
+
+    monkeypatch.setattr(backend_module, "compile_eager", compiled)
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    backend = Backend("test", (), "eager", **options)
+    assert backend(graph, [])(1) == 1 and not backend.failures
+    assert asked == [cached]
