@@ -269,7 +269,30 @@ class Copied(Stack):
 def test_a_first_layer_that_writes_into_its_input():
     model = Copied(WritesIntoItsInput)
     trained_beside_eager(model, X)
-    assert torch.equal(model.given, 0.5 * X) and not model.given.requires_grad
+    assert torch.equal(model.given, 0.5 * X)
+
+
+class WritesItsWeightIntoItsInput(Habit):
+    def forward(self, x):
+        return self.step(x.mul_(self.linear.bias + 1))
+
+
+class UsesItAgain(Stack):
+    """What it gives to the first layer: with a gradient and as a view of something, or neither."""
+
+    def __init__(self, kind, trained):
+        super().__init__(kind)
+        self.embed = nn.Parameter(torch.ones(WIDTH)) if trained else None
+
+    def forward(self, x):
+        given = x.clone() if self.embed is None else (x * self.embed).flatten(0, 1).view(x.shape)
+        return super().forward(given) + given
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("kind", [WritesIntoItsInput, WritesItsWeightIntoItsInput])
+def test_what_a_first_layer_writes_has_its_gradient_where_it_is_read_again(kind, trained):
+    trained_beside_eager(UsesItAgain(kind, trained), X)
 
 
 def test_layers_below_the_first_trained_one_have_no_backward():

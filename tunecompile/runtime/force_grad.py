@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,16 +37,33 @@ class _SameMemory(torch.autograd.Function):
         return grad
 
 
-def without_view(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+@dataclass(frozen=True)
+class Shared:
+    """Hidden states as the caller has them, and the tensor over their memory that a layer is given in their place."""
+
+    hidden: Tensor
+    given: Tensor
+
+    def hand_back(self) -> None:
+        """Where the layer wrote into its hidden states, give the caller's tensor that history. It has the values."""
+        if self.given._version:
+            self.hidden.copy_(self.given)
+
+
+def without_view(args: tuple, kwargs: dict) -> tuple[tuple, dict, Shared | None]:
     """The arguments of a model's first layer, with hidden states that are no view; their memory is the same.
 
     Of a view, Dynamo guards on sizes of what it is a view of. Other layers are given what a layer returned, so that the
     first one would have a graph of its own from the second length on.
+
+    Returns:
+        The arguments, and whose memory is shared; None where they stay as they are.
     """
     where, hidden = next(((w, t) for w, t in tensors_in(args, kwargs) if t.dim() > 1), (None, None))
     if hidden is None or not hidden._is_view() or not hidden.is_floating_point() or isinstance(where, tuple):
-        return args, kwargs
-    return _with(args, kwargs, where, _SameMemory.apply(hidden))
+        return args, kwargs, None
+    given = _SameMemory.apply(hidden)
+    return *_with(args, kwargs, where, given), Shared(hidden, given)
 
 
 def _with(args: tuple, kwargs: dict, where: int | str, value: Tensor) -> tuple[tuple, dict]:
@@ -55,13 +73,13 @@ def _with(args: tuple, kwargs: dict, where: int | str, value: Tensor) -> tuple[t
     return (*args[:where], value, *args[where + 1 :]), kwargs
 
 
-def require_grad(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict, Node | None]:
+def require_grad(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict, Shared | None]:
     """Let the hidden states of a model's first layer require a gradient, as those of all others do. Otherwise it would
     be the one call of another kind, and the first step would compile twice. Computing that gradient costs a few tenths
     of a per cent of a step.
 
     Returns:
-        The arguments, and the node that was made; None where the arguments stay as they are.
+        The arguments, and whose memory is shared; None where they stay as they are.
     """
     tensors = [(where, tensor) for where, tensor in tensors_in(args, kwargs) if tensor.dim() > 1]
     if not torch.is_grad_enabled() or not tensors or any(tensor.requires_grad for _, tensor in tensors):
@@ -71,8 +89,8 @@ def require_grad(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, di
         return args, kwargs, None
     if not any(parameter.requires_grad for parameter in layer.parameters()):
         return args, kwargs, None
-    hidden = _RequireGrad.apply(hidden, torch.empty(0, requires_grad=True))
-    return *_with(args, kwargs, where, hidden), hidden.grad_fn
+    given = _RequireGrad.apply(hidden, torch.empty(0, requires_grad=True))
+    return *_with(args, kwargs, where, given), Shared(hidden, given)
 
 
 def drop_graph(output: Any, forced: Node) -> Any:

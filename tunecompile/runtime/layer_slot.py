@@ -28,7 +28,7 @@ from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, mark_patches, tensors_in
-from tunecompile.runtime.force_grad import drop_graph, require_grad, without_view
+from tunecompile.runtime.force_grad import Shared, drop_graph, require_grad, without_view
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.module_watch import ModuleSnapshot
@@ -131,8 +131,12 @@ class LayerSlot:
         if mode is Mode.SCORE:
             return self._gathered(self._scored, args, kwargs)
         args, kwargs, forced = self.differentiable(args, kwargs)
-        output = self._gathered(self._trained, args, kwargs)
-        return output if forced is None else drop_graph(output, forced)
+        if forced is None:
+            return self._gathered(self._trained, args, kwargs)
+        node = forced.given.grad_fn
+        output = drop_graph(self._gathered(self._trained, args, kwargs), node)
+        forced.hand_back()
+        return output
 
     def _mode(self) -> Mode:
         if is_compiling():  # the user compiles the whole model
@@ -275,29 +279,30 @@ class LayerSlot:
 
     def _compiled(self, args: tuple, kwargs: dict, finish: Callable) -> Any:
         notice_hooks()
-        args, kwargs = self._told(args, kwargs)
+        args, kwargs, shared = self._told(args, kwargs)
         kind, sizes = self._kind(args, kwargs)
         budget = self.budget
         if self.region.kept is not None:
             self.region.kept.enter(self.place, self.stack)
         if budget is None:
             self.variant = self.region.variant(RECOMPUTE if self.checkpoint else KEEP, kind)
-            return self.step.telling(lambda: self._call(args, kwargs))
+            return self.step.telling(lambda: self._call(args, kwargs, shared))
         plan, look = budget.plan_for(self, kind, math.prod(sizes))
         with budget.around(self, planned=look is None):
             if look is None:
                 self.variant = self.region.variant(plan, kind)
-                output = self._call(args, kwargs)
+                output = self._call(args, kwargs, shared)
             else:
-                output = self.region.surveyed(plan, kind, look, lambda made: self._call(args, kwargs, made))
+                output = self.region.surveyed(plan, kind, look, lambda made: self._call(args, kwargs, shared, made))
             budget.ran(self, output)
             return finish(output)
 
-    def _told(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments, as they are traced."""
+    def _told(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Shared | None]:
+        """The arguments, as they are traced, and whose memory the first layer's share."""
+        shared = None
         if self.first:
-            args, kwargs = without_view(args, kwargs)
-        return args, kwargs if self.images is None else self.images.tell(args, kwargs)
+            args, kwargs, shared = without_view(args, kwargs)
+        return args, kwargs if self.images is None else self.images.tell(args, kwargs), shared
 
     def _kind(self, args: tuple, kwargs: dict, scores: bool = False) -> tuple[CallKind, tuple[int, ...]]:
         """The key of a variant, and the batch's sizes, which are marked as dynamic."""
@@ -324,19 +329,22 @@ class LayerSlot:
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients. One graph serves all lengths: what it would gain by constant sizes is little."""
 
-        args, kwargs = self._told(args, kwargs)
+        args, kwargs, _ = self._told(args, kwargs)
         self.variant = self.region.scoring(self._kind(args, kwargs, scores=True)[0])
         return self._call(args, kwargs)
 
-    def _call(self, args: tuple, kwargs: dict, made: Variant | None = None) -> Any:
+    def _call(self, args: tuple, kwargs: dict, shared: Shared | None = None, made: Variant | None = None) -> Any:
         self.variant = made or self.variant
         self.variant.batch = self.step.batches
         captured = output_capturing.collecting(self.inside.hooks if self.inside is not None else (), in_backward())
         with context_parallel.outside(self.padding), captured:
-            return self.variant.call(self.layer, *args, **kwargs)
+            output = self.variant.call(self.layer, *args, **kwargs)
+        if shared is not None:
+            shared.hand_back()
+        return output
 
-    def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Any]:
-        """The arguments, with hidden states that require a gradient, and the node made for that, if one was."""
+    def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Shared | None]:
+        """The arguments, with hidden states that require a gradient, and whose memory these share, if they do."""
         return require_grad(self.layer, args, kwargs)
 
     def _forget_variant(self) -> None:
