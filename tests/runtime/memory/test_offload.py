@@ -87,7 +87,7 @@ def test_compiled_layers(mode):
         assert equal_bits(zoo.step(model, batch), reference)
         assert offload.report()["bytes_out"] > 0 and empty(offload)
     assert graphs(model) == compiled
-    assert not tunecompile.report(model).notes
+    assert {note.code for note in tunecompile.report(model).notes} <= {"checkpointing-is-budget"}
 
 
 def test_weights_and_shared_arguments_are_not_copied_by_each_layer():

@@ -70,7 +70,7 @@ def test_a_budget_that_nothing_else_fits(surveyed):
         quarter.forward < half.forward < 0.7 * whole.forward and quarter.backward < half.backward < 0.7 * whole.backward
     )
     assert quarter.returned == half.returned == whole.returned
-    assert quarter.back.flops == pytest.approx(whole.back.flops, rel=0.05)
+    assert quarter.backward_work.products == pytest.approx(whole.backward_work.products, rel=0.05)
     assert surveyed[Plan(tiles=4)].returned < surveyed[KEEP].returned
 
 
