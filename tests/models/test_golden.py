@@ -8,6 +8,7 @@ transformers = pytest.importorskip("transformers")
 from tests.models import golden
 from tests.support import zoo  # noqa: E402
 from tests.support.notes import EAGER, find
+from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS
 
 #: each is unlike the others: parallel blocks, norms behind them, experts; test_families.py has the commonest
 QUICK = ("qwen3_moe",)
@@ -47,8 +48,11 @@ def test_a_row_of_experts_and_linears_in_4_bits(family):
     pytest.importorskip("bitsandbytes")
     if golden.experts_run_eagerly():
         pytest.skip("experts in fp32 run eagerly with these versions")
-    found, error, report = golden.table(golden.in_4bit(family))
+    model = golden.in_4bit(family)
+    codes = [(m, m.weight.quant_state) for m in model.modules() if hasattr(getattr(m, "weight", None), "quant_state")]
+    eager_is_wrong = BLOCKS_ACROSS_ROWS.present and any(m.in_features % state.blocksize for m, state in codes)
+    found, error, report = golden.table(model)
     row = golden.IN_4BIT[family]
     assert row == found, f"{differences(row, found)}\n{report}"
-    assert error < 1e-5, f"a gradient is {error:.1e} from eager's\n{report}"
+    assert eager_is_wrong or error < 1e-5, f"a gradient is {error:.1e} from eager's\n{report}"
     assert not find(report, *EAGER, "compiled-without-rewrites"), report
