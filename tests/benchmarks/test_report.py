@@ -103,3 +103,19 @@ def test_the_readmes_table_of_several_gpus(tmp_path):
         "| 2 | 390 | 2.0 | 1.0 | 97.5 % | 3.90x | 1.00x |" in text
         and "| none, each alone | **tunecompile** | 2 | 400 | 2.0 | 1.0 |  |  |  |" in text
     )
+
+
+def test_generation_stands_beside_that_of_a_plain_model(tmp_path):
+    """A cache that no time was left for has no row; the untimed round is in no spread."""
+    run = {"model": "m", "mode": "lora", "layers": 4, "shape": "8x128+64", "cache": "static", "status": "ok"}
+    runs = [
+        run | {"changed": False, "system": "hf", "ms": 200.0, "all_ms": [9000.0, 190.0, 200.0, 210.0]},
+        run | {"changed": False, "system": "tunecompile", "ms": 250.0, "all_ms": [9.0, 240.0, 250.0, 260.0]},
+        run | {"changed": True, "cache": "paged", "system": "hf", "status": "left out: no time was left"},
+    ]
+    result = {"date": "2026", "versions": {"torch": "2"}, "machine": {"gpu": "g"}, "runs": runs}
+    (tmp_path / "generation-m.json").write_text(json.dumps(result))
+    text = report.render_generation(tmp_path)
+    row = "| m (4 layers), lora, 8x128+64 | static | trained | 200 (190 to 210) | 250 (240 to 260) | 0.80x |"
+    assert row in text and "paged" not in text
+    assert report.render_generation(tmp_path / "nothing") == ""
