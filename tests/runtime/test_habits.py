@@ -270,6 +270,8 @@ def test_a_first_layer_that_writes_into_its_input():
     model = Copied(WritesIntoItsInput)
     trained_beside_eager(model, X)
     assert torch.equal(model.given, 0.5 * X)
+    trained_beside_eager(untouched := Copied(Habit), X)
+    assert not untouched.given.requires_grad
 
 
 class WritesItsWeightIntoItsInput(Habit):
