@@ -21,8 +21,8 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(module, "has_triton", lambda: True)
 
 
-def adapters(n):
-    return [random(2, 64), random(n, 2)]
+def adapters(n, k=64):
+    return [random(2, k), random(n, 2)]
 
 
 def adapted(layer, x, a, b):
@@ -40,9 +40,9 @@ def test_siblings_read_packed_weights(options):
 
 
 OTHERS = {
-    "fp4": lambda: linear_4bit(n=6, quant_type="fp4"),
-    "no nested scales": lambda: linear_4bit(n=6, double=False),
-    "blocks of another size": lambda: linear_4bit(n=6, blocksize=128),
+    "fp4": lambda: linear_4bit(6, 128, quant_type="fp4"),
+    "no nested scales": lambda: linear_4bit(6, 128, double=False),
+    "blocks of another size": lambda: linear_4bit(6, 128, blocksize=128),
 }
 
 
@@ -50,12 +50,12 @@ OTHERS = {
     "name", [name if name == "fp4" else pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 )
 def test_siblings_in_two_formats_are_dequantised(name):
-    one, other = linear_4bit(n=6), OTHERS[name]()
+    one, other = linear_4bit(6, 128), OTHERS[name]()
 
     def fn(x, *o):
         return adapted(one, x, *o[:2]), adapted(other, x, *o[2:])
 
-    seen = check(fn, random(3, 64), *adapters(6), *adapters(6), passes=PASSES, whole=False)
+    seen = check(fn, random(3, 128), *adapters(6, 128), *adapters(6, 128), passes=PASSES, whole=False)
     assert dict(seen.ops) == {"dequantize_4bit": 2, "lora_linear": 1} and "differ in format" in str(seen.refused)
 
 
