@@ -78,7 +78,7 @@ class Stack(nn.Module):
         return x
 
 
-def assert_same(models, *inputs):
+def assert_same(models, *inputs, atol=1e-7):
     grads = []
     for model in models:
         model.zero_grad()
@@ -86,7 +86,7 @@ def assert_same(models, *inputs):
         loss.backward()
         grads.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
     for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
 
 
 def annealed(model, batch: int) -> None:
@@ -163,7 +163,9 @@ def test_a_number_that_changes_becomes_a_symbol(executor, step):
         for model in models:
             for layer in model.layers:
                 layer.scale = (batch + 2) * step
-        assert_same(models, data(seed=batch))
+        assert_same(
+            models, data(seed=batch), atol=1e-6 if executor == "inductor" else 1e-7
+        )  # its sums are in another order
     report = tunecompile.report(models[0])
     assert report.compiles == 3 and not find(report, "given-up", "ran-eagerly"), report
 
