@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
-from tunecompile.ir.nodes import is_barrier
+from tunecompile.ir.nodes import is_disturbed
 from tunecompile.ir.rewrite import annotate, erase_dead, where_from
 from tunecompile.ops import gated_activation, lora_linear, lora_linear_nf4, lora_mlp
 
@@ -95,15 +95,6 @@ def _members(linear: Node) -> dict[str, Any]:
     )
 
 
-def _mode_changes(first: Node, last: Node) -> bool:
-    node = first
-    while node is not last:
-        if is_barrier(node):
-            return True
-        node = node.next
-    return False
-
-
 def _match(down: Node) -> tuple | str | None:
     """The arguments of `lora_mlp`; for a near miss the reason; otherwise None."""
     act = _through_casts(down.args[0])
@@ -122,7 +113,7 @@ def _match(down: Node) -> tuple | str | None:
     wide, narrow = _members(gate[0]), _members(down)
     if len(wide["rows"]) > 2:
         return "a third projection is grouped with gate and up"
-    reason = _mismatch(down, act, wide, narrow) if not _mode_changes(gate[0], down) else _SWITCHED
+    reason = _mismatch(down, act, wide, narrow) if not is_disturbed(gate[0], down) else _SWITCHED
     if reason is not None:
         return reason
     names = ("weights", "packed", "absmax", "code", "scale", "offset", "a", "b", "scales", "rows")

@@ -40,10 +40,6 @@ def _rounded(product: Node, dtype: torch.dtype) -> Node | None:
     return casts[0] if len(casts) == len(product.users) == 1 else None
 
 
-def _refusal(gated: Node, last: Node) -> str | None:
-    return DISTURBED if is_disturbed(gated, last, whole_numbers=False) else None
-
-
 def run(graph: Graph, context: Context) -> None:
     tally = MatchCount("weighted_gate")
     for gated in [node for node in graph.nodes if node.target is gated_activation.overload]:
@@ -54,8 +50,12 @@ def run(graph: Graph, context: Context) -> None:
         gate, up, activation = gated.args
         last = _rounded(product, dtype_of(gated))
         bound = {"gate": gate, "up": up, "weights": weights, "activation": activation}
-        reason = "the product is in another dtype" if last is None else _refusal(gated, last)
-        reason = reason or replace(graph, (last,), weighted_gate, bound)
+        if last is None:
+            reason: str | None = "the product is in another dtype"
+        elif is_disturbed(gated, last, whole_numbers=False):
+            reason = DISTURBED
+        else:
+            reason = replace(graph, (last,), weighted_gate, bound)
         if reason is None:
             tally.rewritten += 1
             tally.places.append(f"weighted gate{where_from(product)}")
