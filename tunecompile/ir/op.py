@@ -350,19 +350,21 @@ def has_triton() -> bool:
 HALF = (torch.float16, torch.bfloat16)  #: the dtypes that templates support
 
 
-def refuse_gpu(*tensors: torch.Tensor, triton: bool = True) -> Note | None:
+def refuse_gpu(*tensors: torch.Tensor, made: torch.dtype | None = None, triton: bool = True) -> Note | None:
     """Return why a half-precision GPU kernel cannot take these tensors, or None. Most `refuses` begin with it.
 
     Args:
         tensors: of any shape, fake or real. All have to be on a GPU (`tunecompile.ir.pretend_gpu` may say so) and in
             fp16 or bf16.
+        made: the dtype of the result, where that counts in the place of theirs: they are packed weights.
         triton: whether the kernel is a Triton template, so that Triton has to be installed.
     """
     if not all(map(on_gpu, tensors)):
         return note("not-on-gpu")
-    if wide := [t for t in tensors if t.dtype not in HALF]:
-        return note("not-half-precision", detail=str(wide[0].dtype).removeprefix("torch."))
-    if any(t.dtype == torch.bfloat16 and not has_bfloat16(t.device) for t in tensors):
+    dtypes = [made or tensor.dtype for tensor in tensors]
+    if wide := [dtype for dtype in dtypes if dtype not in HALF]:
+        return note("not-half-precision", detail=str(wide[0]).removeprefix("torch."))
+    if any(dtype == torch.bfloat16 and not has_bfloat16(t.device) for dtype, t in zip(dtypes, tensors)):
         return note("gpu-without-bfloat16")
     return note("no-triton") if triton and not has_triton() else None
 

@@ -5,9 +5,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from tunecompile._torch.card import has_bfloat16
 from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS, DEQUANTIZED_IN_FP64
-from tunecompile.ir.op import HALF, Cost, has_triton, op
+from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.notes import Note, note
 
@@ -123,14 +122,8 @@ LEAST_BLOCK = 8  #: weights of a word, which the template reads at once
 def _refuse_template(
     packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype
 ) -> Note | None:
-    if not all(map(on_gpu, (packed, absmax))):
-        return note("not-on-gpu")
-    if dtype not in HALF:
-        return note("not-half-precision", detail=str(dtype).removeprefix("torch."))
-    if dtype == torch.bfloat16 and not has_bfloat16(packed.device):
-        return note("gpu-without-bfloat16")
-    if not has_triton():
-        return note("no-triton")
+    if reason := refuse_gpu(packed, absmax, made=dtype):
+        return reason
     if not packed.is_contiguous():
         return note("not-contiguous", "codes are")
     fits = (absmax.dtype == torch.uint8) == (absmax_code is not None) and blocksize % LEAST_BLOCK == 0

@@ -5,9 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tunecompile._torch.card import has_bfloat16
-from tunecompile.ir.op import HALF, Cost, has_triton, op
-from tunecompile.ir.pretend_gpu import on_gpu
+from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
 
 __all__ = ["BLOCK", "LEVELS", "dequantize_mxfp4"]
@@ -44,14 +42,8 @@ def dequantize_mxfp4(packed: Tensor, scales: Tensor, rows: int, columns: int, dt
 
 
 def _refuse(packed: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Note | None:
-    if not (on_gpu(packed) and on_gpu(scales)):
-        return note("not-on-gpu")
-    if dtype not in HALF:
-        return note("not-half-precision", detail=str(dtype).removeprefix("torch."))
-    if dtype == torch.bfloat16 and not has_bfloat16(packed.device):
-        return note("gpu-without-bfloat16")
-    if not has_triton():
-        return note("no-triton")
+    if reason := refuse_gpu(packed, scales, made=dtype):
+        return reason
     return None if packed.is_contiguous() and scales.is_contiguous() else note("not-contiguous", "codes and scales are")
 
 
