@@ -63,14 +63,14 @@ def knows_documents(module: nn.Module) -> bool:
     The files are looked for once, since adapters do not change them. Another function may take the place of one later.
     """
     if (files := _known.get(module)) is None:
-        files = _known[module] = frozenset({type(inner).__module__ for inner in module.modules()} & _files)
+        taken = {file for file, _ in _taken}
+        files = _known[module] = frozenset({type(inner).__module__ for inner in module.modules()} & taken)
     return bool(files) and not any(_has_others(file) for file in files)
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
-_files: set[str] = set()  #: with a function that an op is traced in place of
 _taken: dict[tuple[str, str], Any] = {}  #: (file, name) -> the function that an op is traced in place of
 #: functions that go one token further, from a cache
 _STEPWISE = {
@@ -158,7 +158,6 @@ def _register(function: Any, file: str, name: str) -> Note | None:
         torch.compiler.substitute_in_graph(function, skip_signature_check=True)(meaning.make(itself))
     except (TypeError, ValueError):  # it has a substitute already, by another package
         return note("kernel-function-replaced", f"{file}.{name}")
-    _files.add(file)
     return None
 
 
