@@ -1,14 +1,13 @@
 """Experts on a real GPU: grouped products of every shape of load, and models with adapters over their experts."""
 
 import copy
-from collections import defaultdict
 
 import pytest
 import torch
 
 import tunecompile
 from tests.support import zoo
-from tests.support.models.gpu import median, pooled
+from tests.support.models.gpu import against_fp32, median
 from tests.support.notes import EAGER, find
 from tests.support.ops.checks import error
 from tests.support.ops.experts import exact, leaves, operands, wide
@@ -119,15 +118,9 @@ def judge(model):
     eager, reference = copy.deepcopy(model), zoo.in_fp32(model)
     tunecompile.optimize(model)
     shapes = ((2, 256), (3, 201))  # each expert's rows: a multiple of 16 bytes stored transposed, and not
-    made = defaultdict(list)
-    for seed, (rows, length) in enumerate(4 * shapes):
-        inputs = zoo.batch(4099, rows, length, "cuda", seed=seed)
-        (_, true), (_, theirs), (_, ours) = (zoo.step(m, inputs) for m in (reference, eager, model))
-        # a bias of keys adds about the same to all scores of a row: its gradient is mostly rounding
-        told = [name for name in true if not name.endswith("k_proj.bias")]
-        for whose, gradients in (("theirs", theirs), ("ours", ours)):
-            made[whose].append(zoo.errors(*({n: g[n] for n in told} for g in (gradients, true))))
-    theirs, ours = pooled(made["theirs"]), pooled(made["ours"])
+    batches = [zoo.batch(4099, *shape, "cuda", seed=seed) for seed, shape in enumerate(4 * shapes)]
+    # a bias of keys adds about the same to all scores of a row: its gradient is mostly rounding
+    theirs, ours = against_fp32(reference, (eager, model), batches, lambda name: not name.endswith("k_proj.bias"))
     assert median(ours.values()) <= 1.05 * median(theirs.values())
     floor = torch.finfo(torch.bfloat16).eps
     worst = max(ours, key=lambda name: ours[name] / max(theirs[name], floor))

@@ -1,7 +1,6 @@
 """Delta rules by their templates in whole models: gradients no further from fp32 than eager's, padded or not."""
 
 import copy
-from collections import defaultdict
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.models import hybrids
-from tests.support.models.gpu import median, pooled
+from tests.support.models.gpu import against_fp32, median
 from tests.support.notes import EAGER, find
 from tests.support.reports import flattened
 from tunecompile.runtime.cuda_graphs import launch_bound
@@ -68,15 +67,11 @@ def test_no_further_from_fp32_than_eager(family, mode, side):
     model = hybrids.adapt(model, r=16, lora_alpha=16) if mode == "lora" else model
     reference, plain = zoo.in_fp32(model), copy.deepcopy(model)
     tunecompile.optimize(model)
-    made = defaultdict(list)
-    for seed, (rows, length) in enumerate(3 * ((4, 256), (3, 391))):
-        inputs = (
-            padded(rows, length, side, seed, "cuda", 4099) if side else zoo.batch(4099, rows, length, "cuda", seed=seed)
-        )
-        (_, exact), (_, eager), (_, ours) = (zoo.step(m, inputs) for m in (reference, plain, model))
-        made["eager"].append(zoo.errors(eager, exact))
-        made["ours"].append(zoo.errors(ours, exact))
-    theirs, mine = pooled(made["eager"]), pooled(made["ours"])
+    batches = [
+        padded(*shape, side, seed, "cuda", 4099) if side else zoo.batch(4099, *shape, "cuda", seed=seed)
+        for seed, shape in enumerate(3 * ((4, 256), (3, 391)))
+    ]
+    theirs, mine = against_fp32(reference, (plain, model), batches)
     ratios = {name: mine[name] / max(theirs[name], torch.finfo(torch.bfloat16).eps) for name in mine}
     worst = max(ratios, key=ratios.__getitem__)
     print(f"median {median(mine.values()) / median(theirs.values()):.3f}, {worst}: {ratios[worst]:.3f}")

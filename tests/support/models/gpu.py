@@ -45,6 +45,20 @@ def pooled(errors: Iterable[dict[str, float]]) -> dict[str, float]:
     return {name: math.sqrt(sum(each) / len(each)) for name, each in squares.items()}
 
 
+def against_fp32(reference, models, batches, told=lambda name: True) -> list[dict[str, float]]:
+    """The pooled errors of each model's gradients, of the parameters that count."""
+
+    def step(model, inputs):
+        return {name: g for name, g in zoo.step(model, inputs)[1].items() if told(name)}
+
+    made = [[] for _ in models]
+    for inputs in batches:
+        true = step(reference, inputs)
+        for model, each in zip(models, made):
+            each.append(zoo.errors(step(model, inputs), true))
+    return [pooled(each) for each in made]
+
+
 def backward(model, inputs):
     with torch.autocast("cuda", torch.bfloat16):
         loss = model.train()(**inputs).loss
