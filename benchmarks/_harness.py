@@ -24,11 +24,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._jobs import DEVICE
 from benchmarks._results import write
 from tunecompile._torch.cuda import occupy_gpu
 from tunecompile.cli.compare.machine import header
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 L2_BYTES = 60e6
 WARMUP = 4
 INDUCTOR, TEMPLATE = "Inductor", "template"  #: how the systems of every case are called that the README compares

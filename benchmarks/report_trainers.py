@@ -1,4 +1,4 @@
-"""The tables of TRL's trainers and of generation between steps, from the files of `benchmarks/steps/trainers.py` and `generation.py`."""
+"""The tables of TRL's trainers and of generation between steps, from the files of `benchmarks/steps/`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def _rows(runs: list[dict[str, Any]]) -> list[list[str]]:
     for run in sorted(runs, key=lambda run: (run["trainer"], run["tokens_per_s"])):
         best = ours.get(run["trainer"])
         ratio = best["tokens_per_s"] / run["tokens_per_s"] if best and best is not run else None
-        layers = f" ({run['layers']} layers)" if run.get("layers") else ""
         rows.append(
             [
-                f"{TITLES[run['trainer']]}, {run['model']}{layers}, {run['mode']}, {run['shape']}",
+                f"{TITLES[run['trainer']]}, {_case(run)}",
                 shown(run["system"]),
                 f"{run['tokens_per_s']:,.0f}",
                 f"{run['step_ms']['median']:.0f}",
@@ -46,6 +45,11 @@ def _rows(runs: list[dict[str, Any]]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _case(run: dict[str, Any]) -> str:
+    layers = f" ({run['layers']} layers)" if run.get("layers") else ""
+    return f"{run['model']}{layers}, {run['mode']}, {run['shape']}"
 
 
 def render_generation(folder: Path = RESULTS) -> str:
@@ -61,13 +65,12 @@ def _generated(runs: list[dict[str, Any]]) -> list[list[str]]:
     for plain in (run for run in runs if run["system"] == "hf"):
         case = plain["cache"], plain["changed"]
         ours = next(run for run in runs if run["system"] == "tunecompile" and (run["cache"], run["changed"]) == case)
-        layers = f" ({plain['layers']} layers)" if plain["layers"] else ""
         times = [
             f"{run['ms']:.0f} ({min(run['all_ms'][1:]):.0f} to {max(run['all_ms'][1:]):.0f})" for run in (plain, ours)
         ]
         rows.append(
             [
-                f"{plain['model']}{layers}, {plain['mode']}, {plain['shape']}",
+                _case(plain),
                 plain["cache"],
                 "trained further" if plain["changed"] else "trained",
                 *times,

@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 import tunecompile
+from benchmarks._jobs import loop_job
 from tunecompile.cli.compare import data, loops, models
 from tunecompile.cli.compare.assemble import assemble
 from tunecompile.cli.compare.judge import Check
@@ -88,21 +89,7 @@ def summary(run: dict[str, Any]) -> str:
 
 def main() -> None:
     given = parse_arguments()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    job = Job(
-        system="hf",
-        model=given.model,
-        mode=given.mode,
-        trainer="loop",
-        shapes=(given.shape,),
-        lr=1e-4,
-        steps=WARMUP + given.steps,
-        device=device,
-        dtype="bfloat16" if device == "cuda" else "float32",
-        layers=given.layers,
-        launches=False,
-        saved_bytes=False,
-    )
+    job = loop_job(given, shapes=(given.shape,), steps=WARMUP + given.steps, launches=False, saved_bytes=False)
     budgets = resolve_systems(",".join(f"tunecompile@{budget}" for budget in given.budgets.split(",")), False)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tunecompile-budgets-") as logs:

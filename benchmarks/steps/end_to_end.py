@@ -25,10 +25,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
+from benchmarks._jobs import loop_job
 from benchmarks._results import write
 from tunecompile.cli.compare.judge import passed
 from tunecompile.cli.compare.meters import WARMUP
@@ -77,22 +76,15 @@ def main() -> int:
     given = parse_arguments()
     deadline = time.monotonic() + given.seconds if given.seconds else None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # the processes end, too
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    job = Job(
-        system="hf",
-        model=given.model,
-        mode=given.mode,
-        trainer="loop",
+    job = loop_job(
+        given,
         shapes=tuple(given.shapes.split(",")),
-        lr=1e-4,
         steps=WARMUP + given.steps,
-        device=device,
-        dtype=given.dtype or ("bfloat16" if device == "cuda" else "float32"),
-        layers=given.layers,
         rank=given.rank,
         experts=not given.no_experts,
         checkpointing=given.gradient_checkpointing,
         trust_cache=given.keep_caches,
+        **({"dtype": given.dtype} if given.dtype else {}),
     )
     systems = resolve_systems(given.systems, given.gradient_checkpointing)
     logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))

@@ -1,9 +1,11 @@
-"""Generation between training steps: a plain model and an optimized one beside each other, with each kind of cache. One JSON.
+"""Generation between training steps: a plain model and an optimized one, with each kind of cache. One JSON.
 
-    python benchmarks/steps/generation.py --model llama-3.1-8b --layers 8 --out benchmarks/results/generation-llama-3.1-8b-lora.json
+    python benchmarks/steps/generation.py --model llama-3.1-8b --layers 8 \\
+        --out benchmarks/results/generation-llama-3.1-8b-lora.json
 
-Random weights with LoRA. One model is optimized and trained for some steps; the other one is a copy that gets its adapters. Both then
-generate from the same prompts in turn, greedily, and the adapters change once more. `paged` is transformers' continuous batching.
+Random weights with LoRA. One model is optimized and trained for some steps; the other one is a copy that gets its
+adapters. Both then generate from the same prompts in turn, greedily, and the adapters change once more. `paged` is
+transformers' continuous batching.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 import tunecompile
+from benchmarks._jobs import DEVICE, loop_job
 from benchmarks._results import write
 from tunecompile.cli.compare.data import random_batches
-from tunecompile.cli.compare.loops import to_device
+from tunecompile.cli.compare.loops import train_loop
 from tunecompile.cli.compare.machine import header
 from tunecompile.cli.compare.models import load_model
 from tunecompile.cli.compare.spec import Job, parse_shape
@@ -51,14 +54,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(model: nn.Module, job: Job, vocabulary: int, steps: int) -> None:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=job.lr)
-    model.train()
-    for batch in random_batches(parse_shape(job.shapes[0]), vocabulary, job, job.seed, steps):
-        with torch.autocast(job.device, torch.bfloat16, enabled=job.dtype == "bfloat16"):
-            loss = model(**to_device(batch, job.device)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    batches = random_batches(parse_shape(job.shapes[0]), vocabulary, job, job.seed, steps)
+    train_loop(model, batches, job, "training")
     model.eval()
 
 
@@ -89,34 +86,33 @@ def generator(cache: str, prompts: Tensor, tokens: int) -> Callable[[nn.Module],
     return by_blocks if cache == "paged" else at_once
 
 
-def timed(generate: Callable[[], list[list[int]]], device: str) -> tuple[float, list[list[int]]]:
-    """Milliseconds, and what was generated."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+def timed(generate: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
+    """Milliseconds, and what was generated: it is on the host, so the device has ended."""
     begun = time.perf_counter()
     made = generate()
-    if device == "cuda":
-        torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - begun), made
 
 
 @torch.no_grad()
 def errors(systems: dict[str, nn.Module], prompts: Tensor) -> dict[str, float]:
-    """The relative error of each system's logits against fp32, at the prompts' ends. (Tokens of random weights are near ties.)"""
+    """The relative error of each system's logits against fp32, at the prompts' ends.
+
+    (Tokens of random weights are near ties.)
+    """
     wide = copy.deepcopy(systems["hf"]).float()(prompts).logits[:, -1]
     found = {name: model(prompts).logits[:, -1].float() for name, model in systems.items()}
     return {name: ((logits - wide).norm() / wide.norm()).item() for name, logits in found.items()}
 
 
 def beside(
-    systems: dict[str, nn.Module], generate: Callable[[nn.Module], list[list[int]]], rounds: int, device: str
+    systems: dict[str, nn.Module], generate: Callable[[nn.Module], list[list[int]]], rounds: int
 ) -> list[dict[str, Any]]:
     """A row for each system, timed in turn."""
     times: dict[str, list[float]] = {name: [] for name in systems}
     made: dict[str, list[list[int]]] = {}
     for _ in range(1 + rounds):
         for name, model in systems.items():
-            spent, made[name] = timed(lambda: generate(model), device)
+            spent, made[name] = timed(lambda: generate(model))
             times[name].append(spent)
     count = sum(map(len, next(iter(made.values()))))
     return [
@@ -133,23 +129,12 @@ def beside(
 
 def main() -> int:
     given = parse_arguments()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    job = Job(
-        system="hf",
-        model=given.model,
-        mode=given.mode,
-        trainer="loop",
-        shapes=("2x512" if device == "cuda" else "2x32",),
-        lr=1e-4,
-        device=device,
-        dtype="bfloat16" if device == "cuda" else "float32",
-        layers=given.layers,
-    )
+    job = loop_job(given, shapes=("2x512" if DEVICE == "cuda" else "2x32",))
     model = load_model(job)
     plain = copy.deepcopy(model).eval()
-    tunecompile.optimize(model, executor="inductor" if device == "cuda" else "eager")
+    tunecompile.optimize(model, executor="inductor" if DEVICE == "cuda" else "eager")
     vocabulary = model.config.vocab_size
-    prompts = torch.randint(3, vocabulary, (given.rows, given.prompt), device=device)
+    prompts = torch.randint(3, vocabulary, (given.rows, given.prompt), device=DEVICE)
     result: dict[str, Any] = {**header(), "report": "", "runs": []}
     cases = [(cache, changed) for cache in given.caches.split(",") for changed in (False, True)]
     for place, (cache, changed) in enumerate(cases):
@@ -161,7 +146,7 @@ def main() -> int:
         try:
             systems = {"hf": plain, "tunecompile": model}
             apart = errors(systems, prompts)
-            rows = [row | {"error": apart[row["system"]]} for row in beside(systems, generate, given.rounds, device)]
+            rows = [row | {"error": apart[row["system"]]} for row in beside(systems, generate, given.rounds)]
         except Exception as error:  # the other caches are told
             rows = [{"system": "tunecompile", "status": f"error: {summary(error)}"}]
         result["runs"] += [about | row for row in rows]

@@ -24,13 +24,14 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 import tunecompile
+from benchmarks._jobs import DEVICE, loop_job
 from benchmarks._results import write
 from tunecompile.cli.compare.data import random_batches
 from tunecompile.cli.compare.loops import to_device
 from tunecompile.cli.compare.machine import header
 from tunecompile.cli.compare.meters import GIB, memory_figures, reset_memory
 from tunecompile.cli.compare.models import load_model, precision
-from tunecompile.cli.compare.spec import Job, parse_shape
+from tunecompile.cli.compare.spec import parse_shape
 from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.planner.device_memory import HostGauge, budget_bytes
 
@@ -66,20 +67,8 @@ class Bench:
     """One model, trained for one step a row."""
 
     def __init__(self, given: argparse.Namespace):
-        self.given, self.device = given, "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = "bfloat16" if self.device == "cuda" else "float32"
-        self.job = Job(
-            system="hf",
-            model=given.model,
-            mode=given.mode,
-            trainer="loop",
-            shapes=(),
-            lr=1e-4,
-            device=self.device,
-            dtype=dtype,
-            layers=given.layers,
-            experts=given.experts,
-        )
+        self.given, self.device = given, DEVICE
+        self.job = loop_job(given, shapes=(), experts=given.experts)
         self.model = load_model(self.job).train()
 
     def guess(self) -> int:

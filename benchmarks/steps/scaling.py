@@ -17,16 +17,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
+from benchmarks._jobs import loop_job
 from benchmarks.steps.end_to_end import show
 from tunecompile.cli.compare.judge import passed
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.run import run_comparison
-from tunecompile.cli.compare.spec import PARALLEL, Job, resolve_systems
+from tunecompile.cli.compare.spec import PARALLEL, resolve_systems
 from tunecompile.estimate.known_shapes import SHAPES
 
 
@@ -58,18 +57,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     given = parse_arguments()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    job = Job(
-        system="hf",
-        model=given.model,
-        mode=given.mode,
-        trainer="loop",
+    job = loop_job(
+        given,
         shapes=(given.shape,),
-        lr=1e-4,
         steps=WARMUP + given.steps,
-        device=device,
-        dtype="bfloat16" if device == "cuda" else "float32",
-        layers=given.layers,
         trust_cache=given.keep_caches,
         saved_bytes=False,
         launches=False,
