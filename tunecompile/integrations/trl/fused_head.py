@@ -2,7 +2,8 @@
 
 That forward calls the backbone, drops rows without a label, and hands hidden states and the head's weight to one
 function, `_ChunkedLogProbFunction`, whose results it puts together. Everything of it is kept but that function: the
-code runs over a copy of its module's names, in which ours stands. TRL's module and function stay as they are.
+code runs over a copy of its module's names, in which ours stands. TRL's module and function stay as they are. Once a
+call has shown which rows TRL selects, they are selected here, without its waits for the device (`labelled_rows.py`).
 
 What the function computes is not believed from its name: ours has to give the same values and gradients for a small
 problem, under the options of the call (`same_scores.py`).
@@ -14,11 +15,12 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from tunecompile.integrations.trl.labelled_rows import LabelledRows
 from tunecompile.notes import Note, note
 
 _HOME, _SCORES = "trl.trainer.utils", "_ChunkedLogProbFunction"
@@ -101,12 +103,14 @@ def with_scores(forward: Any, score: Score, told: Callable[[Note], None]) -> Cal
     theirs = fused.__globals__.get(_SCORES) if fused is not None else None
     if theirs is None or not hasattr(theirs, "apply") or _SCORES not in fused.__code__.co_names:
         return None
-    names = {**fused.__globals__, _SCORES: _StandIn(theirs, score, told)}
+    stand_in = _StandIn(theirs, score, told)
+    names = {**fused.__globals__, _SCORES: stand_in}
     if _COMPACT in fused.__code__.co_names:
-        names[_COMPACT] = lambda device: True
+        names[_COMPACT] = lambda device: not stand_in.selects
     made = types.FunctionType(fused.__code__, names, fused.__name__, fused.__defaults__, fused.__closure__)
     made.__kwdefaults__ = fused.__kwdefaults__
-    return _put(forward, fused, made)
+    made = _put(forward, fused, made)
+    return None if made is None else stand_in.around(made, may_select=_COMPACT in fused.__code__.co_names)
 
 
 class _StandIn:
@@ -115,9 +119,44 @@ class _StandIn:
     def __init__(self, theirs: Any, score: Score, told: Callable[[Note], None]):
         self.theirs, self.score, self.told = theirs, score, told
         self.parameters = list(inspect.signature(theirs.forward).parameters)[1:]
+        self.rows: LabelledRows | None = None  #: of the call that runs
+        self.known: bool | None = None  #: whether TRL selects these rows; None until a call has shown it
+
+    @property
+    def selects(self) -> bool:
+        """Whether rows are selected here, and TRL hands over all."""
+        return bool(self.known) and self.rows is not None
+
+    def around(self, forward: Callable, may_select: bool) -> Callable:
+        """The forward, whose labelled rows are counted as it begins."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self.rows = self.rows, LabelledRows.of(kwargs) if may_select and self.known is not False else None
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.rows = before
+
+        return run
 
     def apply(self, *args: Any) -> Any:
         call = self._read(args)
+        if isinstance(call, Note) or self.rows is None:
+            return self._scores(args, call)
+        if self.known is None:
+            self.known = self.rows.selects(call.labels)
+        elif len(call.hidden) == len(self.rows.labels):
+            return self._of_labelled(args, call, self.rows)
+        return self._scores(args, call)
+
+    def _of_labelled(self, args: tuple, call: ScoreCall, rows: LabelledRows) -> Scores:
+        """The scores of labelled rows among zeros."""
+        places = rows.places().to(call.hidden.device)
+        some = replace(call, hidden=call.hidden.index_select(0, places), labels=call.labels[places])
+        made = self._scores(self._with(args, some), some)
+        return tuple(x if x is None else x.new_zeros(len(call.hidden)).index_copy(0, places, x) for x in made)
+
+    def _scores(self, args: tuple, call: ScoreCall | Note) -> Any:
         made = call if isinstance(call, Note) else self.score(call, functools.partial(self._as_theirs, args))
         if isinstance(made, Note):
             self.told(made)
@@ -133,9 +172,13 @@ class _StandIn:
         return ScoreCall(**{_NAMES[name]: value for name, value in given.items() if name in _NAMES})
 
     def _as_theirs(self, args: tuple, call: ScoreCall) -> Scores:
-        """TRL's function for another call, with those of its arguments that a call does not name."""
-        given = [getattr(call, _NAMES[name]) if name in _NAMES else value for name, value in zip(self.parameters, args)]
-        return self.theirs.apply(*given)
+        """TRL's function for another call."""
+        return self.theirs.apply(*self._with(args, call))
+
+    def _with(self, args: tuple, call: ScoreCall) -> tuple:
+        """The arguments of another call, with those that a call does not name."""
+        named = zip(self.parameters, args)
+        return tuple(getattr(call, _NAMES[name]) if name in _NAMES else value for name, value in named)
 
 
 def _home(call: Any) -> str:

@@ -54,11 +54,11 @@ class FlatBatch:
         total = _rounded(found.count, multiple)
         order = _where(found.real.flatten(), found.count)
         begin = _where(found.starts.flatten()[order], found.documents)
-        ends = torch.tensor([found.count, total], device=device)
+        ends = [torch.full((1,), end, device=device) for end in (found.count, total)]  # a list of numbers would wait
         longest = torch.empty(_rounded(max(found.longest, total - found.count, 2), multiple), 0, device=device)
         return FlatBatch(
             F.pad(order, (0, total - found.count)),
-            torch.cat([begin, ends]).to(torch.int32),
+            torch.cat([begin, *ends]).to(torch.int32),
             longest,
             found.window,
             found.count,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from tunecompile._torch.distributed import several
-from tunecompile._torch.modules import global_hooks, is_of
+from tunecompile._torch.modules import HOOKS, global_hooks, is_of
 from tunecompile.integrations.fsdp import gathers_inside
 from tunecompile.integrations.loss_caller import home_of
 from tunecompile.integrations.transformers import gives_cache
@@ -117,8 +117,8 @@ class OwnerWatch:
         if any(global_hooks()[:2]):
             return note("hook-on-all-modules")
         unknown = {kind for kind in self.kinds if not _is_known(kind.forward)}
-        hooked = any(self.snapshot.hooks)
-        for module, kind, own in self.modules:
-            if (hooked or "forward" in own or kind in unknown) and (reason := _foreign(module())):
+        hooked = {at // len(HOOKS) for at, hooks in enumerate(self.snapshot.hooks) if hooks}
+        for at, (module, kind, own) in enumerate(self.modules):
+            if (at in hooked or "forward" in own or kind in unknown) and (reason := _foreign(module())):
                 return reason
         return _heads(self.owner, model)
