@@ -45,7 +45,7 @@ from report_tables import (
     render_speedups,
     shown,
 )
-from report_trainers import render_generation, render_trainers
+from report_trainers import render_generation, render_trainers, render_vision
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "pages"
@@ -59,6 +59,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cards": render_cards,
     "trainers": render_trainers,
     "generation": render_generation,
+    "vision": render_vision,
     "longest": render_longest,
     "batches": render_batches,
     "peaks": render_peaks,

@@ -1,4 +1,4 @@
-"""The tables of TRL's trainers and of generation between steps, from the files of `benchmarks/steps/`."""
+"""The tables of TRL's trainers, of images and of generation between steps, from the files of `benchmarks/steps/`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ GENERATION = (
     "HF + PEFT, ms",
     "**tunecompile**, ms",
     "as fast",
+)
+IMAGES = (
+    "model, rows x text + image",
+    "system",
+    "tokens/s",
+    "step, ms (median, spread)",
+    "slow steps",
+    "compiled late",
+    "peak, GiB",
+    "first step, s",
+    "tunecompile is faster by",
 )
 TITLES = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
 
@@ -50,6 +61,43 @@ def _rows(runs: list[dict[str, Any]]) -> list[list[str]]:
 def _case(run: dict[str, Any]) -> str:
     layers = f" ({run['layers']} layers)" if run.get("layers") else ""
     return f"{run['model']}{layers}, {run['mode']}, {run['shape']}"
+
+
+def render_vision(folder: Path = RESULTS) -> str:
+    """A section with a row for each file and system, or nothing where nothing was measured."""
+    results = load_all("vision-*.json", folder)
+    rows = [row for result in results for row in _with_images(complete(result))]
+    if not rows:
+        return ""
+    text = (
+        "## Images beside text\n\n"
+        "Training steps with an image in each row, whose sizes change from batch to batch\n"
+        "(`benchmarks/steps/vision.py`). Slow: steps after the second that took more than twice the median. Compiled\n"
+        "late: graphs that were compiled after the second step. Tokens are those of text and images.\n\n"
+    )
+    packages = (("torch", "torch"), ("transformers", "transformers"), ("PEFT", "peft"), ("Unsloth", "unsloth"))
+    return text + to_markdown(IMAGES, rows) + "\n" + measured_on(results, packages)
+
+
+def _with_images(runs: list[dict[str, Any]]) -> list[list[str]]:
+    best = next((run for run in runs if run["system"] == "tunecompile"), None)
+    rows = []
+    for run in sorted(runs, key=lambda run: run["tokens_per_s"]):
+        ratio = best["tokens_per_s"] / run["tokens_per_s"] if best and best is not run else None
+        rows.append(
+            [
+                f"{_case(run)}, {run['images']} sizes, tower {run['tower']}",
+                shown(run["system"]),
+                f"{run['tokens_per_s']:,.0f}",
+                "{median:.0f} ({min:.0f} to {max:.0f})".format(**run["step_ms"]),
+                run["slow_steps"],
+                run.get("late_compilations", ""),
+                f"{run['peak_gib']:.1f}",
+                f"{run['first_step_s']:.1f}",
+                f"{ratio:.2f}x" if ratio else "",
+            ]
+        )
+    return rows
 
 
 def render_generation(folder: Path = RESULTS) -> str:

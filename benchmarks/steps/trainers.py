@@ -15,7 +15,6 @@ import argparse
 import itertools
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,13 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import print_row, printed_rows, write
+from benchmarks._results import print_row, row_apart, write
 from tunecompile.cli.compare.spec import Job, system
 
 UNTIMED = 4  #: steps: the first compiles, and in the third CUDA graphs are recorded
 PAIRS, COMPLETIONS, ROWS, LENGTH = 4, 8, 4, 2048
 TYPICAL, LONGEST, PROMPT = 600, 4096, 200  #: tokens of a completion, and of a prompt
-LEAST = 20  #: seconds, below which no process is begun
 SHARES = 2  #: of the seconds, divided by the cases, that one process may take
 
 
@@ -170,24 +168,8 @@ def run(given: argparse.Namespace, trainer: str, name: str, folder: str, deadlin
     """The row of one system and trainer, from a process of its own; there are so many cases in all."""
     command = [sys.executable, __file__, "--model", given.model, "--trainers", trainer, "--systems", name]
     command += ["--steps", str(given.steps), "--folder", folder, "--out", str(given.out)]
-    with open(given.logs / f"{trainer}-{name}.log", "w", encoding="utf-8") as log:
-        left = deadline - time.monotonic()
-        if left < LEAST:
-            return {"status": "left out: no time was left"}
-        try:
-            done = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                check=False,
-                timeout=None if left == float("inf") else min(left, SHARES * given.seconds / cases),
-            )
-        except subprocess.TimeoutExpired:
-            return {"status": "left out: no time was left"}
-        log.write(done.stdout)
-    rows = [*printed_rows(done.stdout.splitlines())]
-    return rows[-1] if rows else {"status": f"error: see {log.name}"}
+    seconds = min(deadline - time.monotonic(), SHARES * given.seconds / cases)
+    return row_apart(command, given.logs / f"{trainer}-{name}.log", seconds)
 
 
 def main() -> int:

@@ -119,3 +119,22 @@ def test_generation_stands_beside_that_of_a_plain_model(tmp_path):
     row = "| m (4 layers), lora, 8x128+64 | static | trained | 200 (190 to 210) | 250 (240 to 260) | 0.80x |"
     assert row in text and "paged" not in text
     assert report.render_generation(tmp_path / "nothing") == ""
+
+
+def test_steps_with_images_have_a_section_once_they_were_measured(tmp_path):
+    """A system that does not tell how much it compiled has no number, which is not zero."""
+    run = {"model": "m", "mode": "lora", "shape": "4x256+~512px", "images": 10, "tower": "frozen", "status": "ok"}
+    run |= {"step_ms": {"median": 20.0, "min": 10.0, "max": 90.0}, "peak_gib": 1.0, "first_step_s": 1.0}
+    runs = [
+        run | {"system": "tunecompile", "tokens_per_s": 30.0, "slow_steps": 0, "late_compilations": 0},
+        run | {"system": "hf", "tokens_per_s": 10.0, "slow_steps": 3},
+        {"system": "unsloth", "status": "oom"},
+    ]
+    result = {"date": "2026", "versions": {"torch": "2"}, "machine": {"gpu": "g"}, "runs": runs}
+    (tmp_path / "vision-m.json").write_text(json.dumps(result))
+    text = report.render_vision(tmp_path)
+    case = "| m, lora, 4x256+~512px, 10 sizes, tower frozen | "
+    assert case + "HF + PEFT | 10 | 20 (10 to 90) | 3 |  | 1.0 | 1.0 | 3.00x |" in text
+    assert case + "**tunecompile** | 30 | 20 (10 to 90) | 0 | 0 | 1.0 | 1.0 |  |" in text
+    assert text.startswith("## ") and "Unsloth |" not in text and report.render_vision(tmp_path / "nothing") == ""
+    assert not report_tables.load_results(tmp_path)

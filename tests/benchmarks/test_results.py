@@ -1,6 +1,9 @@
 """The file that a benchmark writes row by row, and the rows that a process of its own hands it."""
 
 import json
+import sys
+
+import pytest
 
 from benchmarks import _results as results
 
@@ -21,3 +24,26 @@ def test_rows_are_read_out_of_what_else_a_process_prints(capsys):
         results.print_row(row)
         print("a warning, row: {}")
     assert [*results.printed_rows(capsys.readouterr().out.splitlines(keepends=True))] == rows
+
+
+def printing(*statuses: str) -> str:
+    return "; ".join(f"print({results.ROW + json.dumps({'status': status})!r})" for status in statuses)
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "status"),
+    [
+        (printing("first", "last"), float("inf"), "last"),
+        ("raise SystemExit('why')", 60, "error: see "),
+        ("import time; time.sleep(60)", 1, "left out: no time was left"),
+        (printing("begun"), 0.5, "left out: no time was left"),
+    ],
+    ids=["rows", "fails", "takes too long", "not begun"],
+)
+def test_a_process_of_its_own_gives_a_row(code, seconds, status, tmp_path, monkeypatch):
+    """It always does: also where the process fails, takes longer than it may, or is not begun."""
+    monkeypatch.setattr(results, "LEAST", 0.9)
+    log = tmp_path / "a.log"
+    row = results.row_apart([sys.executable, "-c", code], log, seconds)
+    assert row["status"].startswith(status)
+    assert status != "error: see " or log.read_text() == "why\n"

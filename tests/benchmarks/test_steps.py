@@ -213,3 +213,48 @@ def test_a_small_card_is_told_by_a_usual_row_and_by_its_longest():
     rows = list(cards.measure(Bench(), "7.5GiB"))
     assert [(row["shape"], row["status"]) for row in rows] == [("1x2048", "ok"), ("1x10240", "oom"), ("1x8192", "ok")]
     assert {row["budget_gib"] for row in rows} == {7.5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tower", ["trained", "frozen"])
+def test_steps_with_images_of_changing_sizes(tower, tmp_path, monkeypatch):
+    """Systems see the same batches, and a table is made of their rows. (In this process, with small images.)"""
+    pytest.importorskip("peft")
+    from benchmarks.steps import vision
+
+    def here(given, name, folder, *_):
+        return vision.measure(SimpleNamespace(**{**vars(given), "systems": name, "folder": folder}))
+
+    monkeypatch.setattr(vision, "run", here)
+    monkeypatch.setattr(vision, "SIZES", ((4, 4), (4, 8), (6, 4)))
+    monkeypatch.setattr(vision, "UNTIMED", 3)
+    out = tmp_path / "vision-tiny.json"
+    command = ["vision.py", "--model", "qwen3-vl-tiny", "--tower", tower, "--systems", "hf-checkpoint,tunecompile"]
+    command += ["--text", "8", "--layers", "2", "--sizes", "3", "--steps", "3", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert vision.main() == 0
+    eager, ours = json.loads(out.read_text())["runs"]
+    assert eager["losses"] == pytest.approx(ours["losses"], rel=1e-4) and len(ours["losses"]) == 6
+    assert eager["trainable_parameters"] == ours["trainable_parameters"]
+    assert ours["compilations"] >= 2 and "compilations" not in eager and eager["checkpointing"]
+    assert "tower " + tower in report.render_vision(tmp_path)
+
+
+def test_sizes_of_images_recur_or_are_all_others():
+    """Up to ten come in turn, in grids that merge to whole tokens; and each of a hundred comes once."""
+    from benchmarks.steps import vision
+
+    assert len({*vision.sizes_of(10)}) == 10 and vision.sizes_of(2) == vision.sizes_of(10)[:2]
+    assert len({*vision.sizes_of(100)}) == 100 and vision.sizes_of(100) == vision.sizes_of(100)
+    grids = [*vision.sizes_of(10), *vision.sizes_of(100)]
+    assert all(height % 2 == width % 2 == 0 for height, width in grids)
+    assert vision.shape_of(256, 1) == "4x256+512px" and vision.shape_of(1024, 100) == "4x1024+~512px"
+
+
+def test_slow_steps_are_those_after_the_first_two():
+    from benchmarks.steps import vision
+
+    times = [900.0, 80.0, 30.0, *[10.0] * (vision.UNTIMED - 3), 10.0, 12.0, 26.0]
+    found = vision.figures({"ms": times, "tokens": [8] * len(times), "losses": [], "trainable_parameters": 1})
+    assert found["slow_steps"] == 2 and found["step_ms"] == {"median": 12.0, "min": 10.0, "max": 26.0, "mean": 16.0}
+    assert found["tokens_per_s"] == 500.0 and found["repeats"] == 3 and "late_compilations" not in found
