@@ -1,4 +1,4 @@
-"""CUDA: attention's kernels in order, the allocator's segments, a stream that is kept busy."""
+"""CUDA: attention's kernels in order, the allocator's segments, a stream kept busy, work that waits for no device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tunecompile._torch.lookup import lookup
 
-__all__ = ["attention_order", "grow_segments", "load_attention", "occupy_gpu", "start_copy_to_host"]
+__all__ = ["attention_order", "grow_segments", "load_attention", "occupy_gpu", "start_copy_to_host", "where_set"]
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _configured = lookup("torch._C._accelerator_getAllocatorSettings", lambda: "")
@@ -72,6 +72,11 @@ def load_attention(device: torch.device) -> None:
         q, k, v = (torch.zeros(sizes, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         made = _cudnn_attention(q, k, v, None, True, 0.0, True)[0]
         torch.autograd.grad(made, (q, k, v), torch.zeros_like(made))
+
+
+def where_set(flags: torch.Tensor, count: int) -> torch.Tensor:
+    """Where `count` flags [N] are set, in order. (`nonzero` waits for the device, `nonzero_static` on CUDA too.)"""
+    return torch.argsort((~flags).to(torch.int8), stable=True)[:count]  # no boolean sort on every device
 
 
 def occupy_gpu(cycles: int = 2_000_000) -> None:

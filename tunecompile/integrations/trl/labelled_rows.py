@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunecompile._torch.cuda import start_copy_to_host
+from tunecompile._torch.cuda import start_copy_to_host, where_set
 
 IGNORED = -100
 
@@ -41,7 +41,7 @@ class LabelledRows:
         """int64 [M]: the rows that have a label, in order. The host waits for nothing behind the call's beginning."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        return torch.nonzero_static(self.labels != IGNORED, size=int(self.count)).squeeze(1)
+        return where_set(self.labels != IGNORED, int(self.count))
 
     def selects(self, labels: Tensor) -> bool:
         """Whether these labels, of rows that somebody else selected, are those of ours. A wait for the device."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile._torch.cuda import where_set
 from tunecompile.compiler.token_wise import OFFSETS
 from tunecompile.ops import document_mask
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, Documents
@@ -52,8 +53,8 @@ class FlatBatch:
             return FlatBatch.of_whole_rows(*found.real.shape, found.window, found.real.device)
         device, (rows, length), multiple = found.real.device, found.real.shape, _multiple(found.real.device)
         total = _rounded(found.count, multiple)
-        order = _where(found.real.flatten(), found.count)
-        begin = _where(found.starts.flatten()[order], found.documents)
+        order = where_set(found.real.flatten(), found.count)
+        begin = where_set(found.starts.flatten()[order], found.documents)
         ends = [torch.full((1,), end, device=device) for end in (found.count, total)]  # a list of numbers would wait
         longest = torch.empty(_rounded(max(found.longest, total - found.count, 2), multiple), 0, device=device)
         return FlatBatch(
@@ -229,11 +230,6 @@ def _first_tensor(*values: Any) -> Tensor:
     while not isinstance(values[at], Tensor):
         at += 1
     return values[at]
-
-
-def _where(flags: Tensor, count: int) -> Tensor:
-    """Where `count` flags are set, in order. (`nonzero` would wait for the device.)"""
-    return torch.argsort((~flags).to(torch.int8), stable=True)[:count]  # no boolean sort on every device
 
 
 def _multiple(device: torch.device) -> int:
