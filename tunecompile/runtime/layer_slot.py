@@ -37,7 +37,7 @@ from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW
 from tunecompile.runtime.unpad.image_bounds import LONGEST_IMAGE, ImageBounds
-from tunecompile.runtime.unpad.pair_masks import not_recording, real_masks
+from tunecompile.runtime.unpad.pair_masks import real_masks
 from tunecompile.runtime.unpad.unpad import Unpadding
 from tunecompile.runtime.unread_weights import are_unread, unread
 from tunecompile.runtime.variant import Variant, unchanged
@@ -372,22 +372,3 @@ class LayerSlot:
         """A call ran by the layer's own code although it should have been compiled."""
         if self.variant is not None:
             self.variant.eager += 1
-
-
-#: bytes of hidden states in fp32, from which on a norm outside the layers is compiled: eager code holds several copies
-#: of them
-LARGE = 256 << 20
-
-
-class NormSlot(LayerSlot):
-    """The slot of a norm outside the layers, which is compiled for long batches. It has no plan."""
-
-    budget = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trains = not is_compiling() and self.step.active and torch.is_grad_enabled()
-        hidden = next((tensor for _, tensor in tensors_in(args, kwargs)), None) if trains else None
-        if hidden is None or 4 * hidden.numel() < LARGE or self._refused():
-            return call_original(self.layer, *args, **kwargs)
-        with not_recording():  # a norm of embeddings comes before masks
-            return self._gathered(self.compiled, args, kwargs)

@@ -27,6 +27,9 @@ class PaddingRemoval(Part):
                 state.paddings.append(padding)
                 for layer in state.slots:
                     layer.padding = padding if layer.layer in stack.members else layer.padding
+                beside = {*stack.owner.children()}
+                for norm in state.norms:
+                    norm.unpadded = padding if norm.layer in beside else norm.unpadded
             elif isinstance(slot, OwnerSlot):
                 slot.padding.refused = note("one-owner-several-lists")
 

@@ -151,7 +151,7 @@ class FlatBatch:
             return type(value)(self._entered(item, False) for item in value)
         if not isinstance(value, Tensor) or not value.dim():
             return value
-        if is_hidden and (flat := self._unpadded(value)) is not None:
+        if is_hidden and (flat := self.row_of(value)) is not None:
             return flat
         if value.requires_grad:
             return self._each_token(value)
@@ -185,8 +185,8 @@ class FlatBatch:
             self.last = weakref.ref(padded), padded._version, flat
         return padded
 
-    def _unpadded(self, padded: Tensor) -> Tensor | None:
-        """What a layer's result was before it was padded, so that the next layer need not gather it again.
+    def row_of(self, padded: Tensor) -> Tensor | None:
+        """What a layer's result was before it was padded, so that what comes next need not gather it again.
 
         None where it is another tensor, was written to, or where a hook waits for its gradient.
         """

@@ -179,6 +179,12 @@ class Unpadding:
             raise NotTokenWise(decision.reason or note("masks-not-understood"))  # it would read zeros at padding
         return None if decision.flat is None else (decision.flat, mask)
 
+    def row_of(self, hidden: Any) -> tuple[FlatBatch, Tensor] | None:
+        """The batch of which these hidden states are a layer's result, and the row that they were."""
+        batches = (known.decision.flat for known in self.masks.values()) if self.running is not None else ()
+        rows = ((flat, flat.row_of(hidden)) for flat in batches if flat is not None)
+        return next(((flat, row) for flat, row in rows if row is not None), None)
+
     def with_bounds(self, layer: nn.Module, kwargs: dict) -> dict:
         """A layer's arguments, with the bounds of documents that the model was given and kept from its layers.
 

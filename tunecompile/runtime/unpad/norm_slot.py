@@ -1,0 +1,56 @@
+"""The slot of a norm outside the layers: the last one, between layers and head, or one of embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunecompile._torch.autograd import in_backward
+from tunecompile._torch.dynamo import is_compiling
+from tunecompile._torch.modules import HOOKS, call_original, global_hooks
+from tunecompile.runtime.dynamic_shapes import tensors_in
+from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.region import CallKind
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.pair_masks import not_recording
+from tunecompile.runtime.unpad.unpad import Unpadding
+
+#: bytes of hidden states in fp32, from which on a norm outside the layers is compiled: eager code holds several copies
+#: of them
+LARGE = 256 << 20
+
+
+class NormSlot(LayerSlot):
+    """Runs a norm: compiled for long batches, one graph for all lengths, without a plan. Of a batch that came to the
+    layers without its padding, real tokens alone are normalised.
+    """
+
+    budget = None
+    unpadded: Unpadding | None = None  #: of the layers before it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._row(args, kwargs)
+        if found is None:
+            return self._norm(args, kwargs)
+        flat, row = found
+        return flat.unflatten(self._norm((row,), kwargs))
+
+    def _row(self, args: tuple, kwargs: dict) -> tuple[FlatBatch, Tensor] | None:
+        """The last layer's result before it was padded; None where somebody may look at the norm's arguments."""
+        if self.unpadded is None or is_compiling() or len(args) != 1 or kwargs:
+            return None
+        seen = any(getattr(self.layer, name) for name in HOOKS) or any(global_hooks())
+        return None if seen or in_backward() else self.unpadded.row_of(args[0])
+
+    def _norm(self, args: tuple, kwargs: dict) -> Any:
+        trains = not is_compiling() and self.step.active and torch.is_grad_enabled()
+        hidden = next((tensor for _, tensor in tensors_in(args, kwargs)), None) if trains else None
+        if hidden is None or 4 * hidden.numel() < LARGE or self._refused():
+            return call_original(self.layer, *args, **kwargs)
+        with not_recording():  # a norm of embeddings comes before masks
+            return self._gathered(self.compiled, args, kwargs)
+
+    def _kind(self, args: tuple, kwargs: dict, scores: bool = True) -> tuple[CallKind, tuple[int, ...]]:
+        return super()._kind(args, kwargs, scores)
