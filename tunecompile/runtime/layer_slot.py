@@ -312,8 +312,10 @@ class LayerSlot:
             mark_flat(tensors, sizes[1])
         elif LONGEST_IMAGE in kwargs or (self.region.in_tower and len(sizes) == 1):
             mark_patches(tensors)
+            self.step.images = True
         else:
-            (self.region.sizes.mark_all if scores else self.region.sizes.mark)(tensors, sizes, self.place)
+            other = scores or self.step.images  # than the first lengths: rows are as long as their images are large
+            (self.region.sizes.mark_all if other else self.region.sizes.mark)(tensors, sizes, self.place)
         setting = (
             torch.is_grad_enabled(),
             context_parallel.is_shared(),

@@ -62,6 +62,7 @@ class Step:
     makes_cache: bool = False  #: whether the model makes a cache: its masks follow from that
     entered: bool = False  #: whether any step has begun at all
     batches: int = 0  #: calls of modules that own layers
+    images: bool = False  #: whether a tower ever ran whose images have any size
     in_eval: bool = False  #: whether a forward with gradients ran in eval mode
     outer: bool = False  #: whether the user ever compiled the model as a whole, around us
     transformed: bool = False  #: whether a step ran under a transform of `torch.func`, or in forward mode
