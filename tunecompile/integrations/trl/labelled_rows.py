@@ -1,7 +1,7 @@
 """The rows of hidden states that TRL's fused head scores, without a wait for the device.
 
 TRL selects rows that have a label by `hidden[mask]` and `labels[mask]`: for the size of both the host waits until the
-device is done with the whole backbone, and then the device waits for the host. (DPO of an 8B, 4 pairs: 50 of 700 ms on
+device is done with the whole backbone, and the device then stands idle. (DPO of an 8B, 4 pairs: 50 of 700 ms on
 an H100, in which PEFT switches adapters.) Their number is known from the labels alone, long before.
 """
 
@@ -44,5 +44,5 @@ class LabelledRows:
         return where_set(self.labels != IGNORED, int(self.count))
 
     def selects(self, labels: Tensor) -> bool:
-        """Whether these labels, of rows that somebody else selected, are those of ours. A wait for the device."""
+        """Whether these labels, of rows that TRL selected, are those of ours. A wait for the device."""
         return torch.equal(self.labels[self.places()].to(labels.device), labels)
