@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +15,7 @@ from tunecompile._torch.lookup import exist, lookup, need
 __all__ = [
     "HOOKS",
     "call_original",
+    "checkpoints",
     "empty",
     "fill",
     "fill_own",
@@ -30,6 +33,7 @@ linear = lookup("torch._C._nn.linear", torch.nn.functional.linear)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  #: where a module keeps them
 
 _MODULE = torch.nn.modules.module
+_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _GLOBAL_HOOKS += ("_global_backward_pre_hooks", "_global_backward_hooks")
 _KNOWS_GLOBAL_HOOKS = exist("_has_any_global_hook", *_GLOBAL_HOOKS, under="torch.nn.modules.module")
@@ -42,6 +46,18 @@ def reparametrized(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) 
         ImportError: torch has no such function.
     """
     return need("torch.nn.utils.stateless._reparametrize_module")(module, values)
+
+
+def checkpoints(module: torch.nn.Module) -> bool:
+    """Whether a module is torch's `checkpoint_wrapper` around another, which calls it by its `checkpoint_fn`.
+
+    False for one that says by a `context_fn` which values are saved.
+    """
+    kind = getattr(sys.modules.get(_WRAPPERS), "CheckpointWrapper", None)
+    if kind is None or type(module) is not kind:
+        return False
+    function = vars(module).get("checkpoint_fn")
+    return not (isinstance(function, functools.partial) and "context_fn" in function.keywords)
 
 
 def global_hooks() -> tuple[dict[int, Callable], ...]:

@@ -138,6 +138,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "models under forward-mode differentiation are compiled, which refuses them with an error",
         "torch.autograd.forward_ad._current_level",
     ),
+    *group(
+        "layers inside torch's checkpoint wrapper are recomputed as a whole, and batches keep their padding there",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper.checkpoint_fn",
+    ),
     *group("4-bit linears inside checkpointed functions are not fused", "torch._C._set_grad_enabled"),
     *group(
         "tensor subclasses answer in Python, which costs host time",

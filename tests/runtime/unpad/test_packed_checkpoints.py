@@ -79,6 +79,8 @@ SLOW = pytest.mark.slow
         pytest.param("granite_hybrid", enabled, True, marks=SLOW),
         ("granite_hybrid", called, False),
         pytest.param("granite_hybrid", called, True, marks=SLOW),
+        ("granite_hybrid", wrapped, False),
+        pytest.param("granite_hybrid", wrapped, True, marks=SLOW),
     ],
 )
 def test_documents_are_each_by_themselves(family, way, reentrant):
@@ -113,8 +115,21 @@ def test_two_calls_before_one_backward():
 
 
 @SLOW
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_two_batches_before_one_backward(reentrant):
+    """The first is repeated when another one, of other documents and with padding, has been decided."""
+    plain = hybrids.make("granite_hybrid", torch.float32, **SMALL["granite_hybrid"])
+    (row, rows), other = documents(5, 41, 1, 30), padded(4, 60)
+    model = optimized(checkpointed(plain, called, reentrant))
+    (model(**row).loss + model(**other).loss).backward()
+    expected = [step(plain, batch)[1] for batch in (rows, other)]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, sum(each[name] for each in expected), rtol=1e-3, atol=1e-5)
+
+
+@SLOW
 @pytest.mark.parametrize("family", [*SMALL])
-@pytest.mark.parametrize("way", [enabled, called])
+@pytest.mark.parametrize("way", [enabled, called, wrapped])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_padded_rows(family, way, reentrant):
     plain = hybrids.make(family, torch.float32, **SMALL[family])

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from torch import nn
+
+from tunecompile._torch.modules import checkpoints
 from tunecompile.integrations.transformers import PassThrough, only_checkpoints
 from tunecompile.notes import Note, note
 from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import Part, State
 
+OF_LAYER, OF_WRAPPER = "_gradient_checkpointing_func", "checkpoint_fn"  #: attributes that hold the function
+
 
 class Checkpointing(Part):
-    """Layers follow `gradient_checkpointing_enable` and its opposite, between any two steps."""
+    """Layers follow `gradient_checkpointing_enable` and its opposite, between any two steps, and torch's wrapper."""
 
     def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
         """Each layer runs the variant that recomputes inside. A function that does more than checkpoint, as
@@ -22,7 +28,10 @@ class Checkpointing(Part):
         planned = (state.memory is not None or bool(state.step.budgets)) and not state.checkpointed
         for slot in slots:
             slot.checkpoint, slot.checkpointed_by = bool(getattr(slot.layer, "gradient_checkpointing", False)), None
-            function = slot.layer.__dict__.get("_gradient_checkpointing_func")
+            if checkpoints(slot.layer):
+                slot.checkpoint |= _is_inside(slot.layer)
+                continue
+            function = slot.layer.__dict__.get(OF_LAYER)
             if not slot.checkpoint or function is None:
                 continue
             if not isinstance(function, PassThrough):
@@ -37,6 +46,24 @@ class Checkpointing(Part):
 
     def detach(self, state: State) -> None:
         for slot in state.slots:
-            function = slot.layer.__dict__.get("_gradient_checkpointing_func")
-            if isinstance(function, PassThrough):
-                slot.layer._gradient_checkpointing_func = function.function
+            for name in (OF_LAYER, OF_WRAPPER):
+                if isinstance(function := slot.layer.__dict__.get(name), PassThrough):
+                    setattr(slot.layer, name, function.function)
+
+
+class InWrapper(PassThrough):
+    """Stands in the `checkpoint_fn` of torch's wrapper, which is called with the layer's own arguments by name."""
+
+    def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+def _is_inside(wrapper: nn.Module) -> bool:
+    """Whether a layer is recomputed inside its compiled code from now on, and not by the function of its wrapper.
+
+    (A function that does more than torch's stays, and is compiled with the layer.)
+    """
+    function = vars(wrapper)[OF_WRAPPER]
+    if not isinstance(function, PassThrough) and only_checkpoints(function):
+        function = wrapper.checkpoint_fn = InWrapper(function)
+    return isinstance(function, PassThrough)
