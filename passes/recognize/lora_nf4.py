@@ -4,6 +4,7 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
+from tunecompile.ir.nodes import DISTURBED, is_disturbed
 from tunecompile.ir.op import has_triton
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.rewrite import annotate, erase_dead
@@ -31,6 +32,9 @@ def run(graph: Graph, context: Context) -> None:
         tally.found += 1
         if not _same_format(node, weights):
             tally.refused.append("the weights differ in format, or are read elsewhere too")
+            continue
+        if any(is_disturbed(weight, node) for weight in weights):  # the op reads packed weights where it stands
+            tally.refused.append(DISTURBED)
             continue
         nested = weights[0].args[2] is not None
         tensors = [[w.args[i] for w in weights] if nested or i < 2 else [] for i in range(5)]

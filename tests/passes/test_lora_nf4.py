@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.ops.arguments import quantized
 from tests.support.passes.functions import linear_4bit, lora
 from tests.support.passes.run import check, family, random
+from tunecompile.ops import dequantize_4bit
 
 PASSES = family("nf4", "lora", "grouped_linear", "lora_nf4")
 PACKED = {"lora_linear_nf4": 1}
@@ -67,3 +69,18 @@ def test_weights_beside_a_dense_one_are_dequantised():
 
     seen = check(fn, random(3, 64), random(6, 64, grad=False), *adapters(6), *adapters(6), passes=PASSES, whole=False)
     assert "lora_linear_nf4" not in seen.ops and len(seen.refused) == 1
+
+
+def test_packed_weights_that_are_written_in_between():
+    """The op would read them behind the write."""
+    (packed, *scales), _ = quantized(6, 64)
+
+    def fn(x, a, b):
+        weight = dequantize_4bit(packed, *scales)
+        packed.bitwise_xor_(85)
+        y = lora(x, weight, a, b)
+        packed.bitwise_xor_(85)
+        return y
+
+    seen = check(fn, random(3, 64), *adapters(6), passes=PASSES, whole=False)
+    assert dict(seen.ops) == {"dequantize_4bit": 1, "lora_linear": 1} and "in place" in str(seen.refused)
