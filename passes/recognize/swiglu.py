@@ -78,6 +78,12 @@ def _is_clamped(node):
     return any(isinstance(side, Node) and side.target in (torch.clamp, "clamp") for side in sides)
 
 
+def _is_silu(node):
+    """Whether SiLU is written out with it, as `x * sigmoid(x)`, and not for linears alone."""
+    products = [user for user in node.users if user.target is operator.mul]
+    return any(node.args[0] in user.args and not _leads_to_product_alone(user) for user in products)
+
+
 _PRODUCTS = {"linear", "addmm", "matmul", "tunecompile.lora_linear"}
 _STEPS = {"to", "view", "reshape", "contiguous", "dropout"}
 
@@ -98,7 +104,7 @@ def anchors(graph):
         for node in calls
         if (node.target in (F.silu, F.gelu) and not _leads_to_product_alone(node))
         or (node.target in _OTHERS and _is_gate(node))
-        or (node.target is torch.sigmoid and _is_clamped(node))
+        or (node.target is torch.sigmoid and (_is_clamped(node) or _is_silu(node)))
     ]
 
 

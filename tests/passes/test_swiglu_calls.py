@@ -64,6 +64,8 @@ def test_clamped_gates(fn, found, reason):
         (lambda g, u, w: F.relu(g) + u, 0),
         (lambda g, u, w: (lambda a: a * a)(F.relu(g)), 0),
         (lambda g, u, w: torch.sigmoid(g) * u, 0),
+        (lambda g, u, w: (g * torch.sigmoid(g)) @ w, 0),
+        (lambda g, u, w: torch.sigmoid(g) * g, 1),
         (lambda g, u, w: torch.sigmoid(g * 2.0) * u, 0),
         (lambda g, u, w: torch.sigmoid(g.clamp(max=1.0) * 2.0) * u, 1),
         (lambda g, u, w: torch.sigmoid(2.0 * torch.clamp(g, max=1.0)), 1),
@@ -73,3 +75,10 @@ def test_activations_that_suggest_a_gate(fn, told):
     """Those of an MLP without a gate do not; a product that is none is told."""
     tally = seen(fn, {})
     assert tally.found == told == len(tally.refused)
+
+
+@pytest.mark.parametrize("fn", [lambda g, u, w: g * torch.sigmoid(g) * u, lambda g, u, w: u * (g.sigmoid() * g)])
+def test_silu_that_is_written_out_is_counted(fn):
+    """It was rewritten, and the report said that none of none was."""
+    tally = seen(fn, {"gated_activation": 1})
+    assert (tally.found, tally.rewritten, tally.refused) == (1, 1, [])
