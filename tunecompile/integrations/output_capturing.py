@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HOME", "Capture", "collecting", "give_back", "replace"]
+__all__ = ["HOME", "Capture", "collecting", "collects_attention", "give_back", "replace"]
 
 HOME = "transformers.utils.output_capturing"  #: where its hooks come from
 _HIDDEN = "hidden_states"  #: its hook takes the first layer's input, too, and is left to itself
@@ -39,6 +39,12 @@ class Capture:
             if value is not None:
                 self.found.append(value)
         return None
+
+
+def collects_attention(owner: nn.Module | None) -> bool:
+    """Whether a model of transformers takes attention weights from modules inside its layers, where it is asked."""
+    kinds = getattr(type(owner), "_can_record_outputs", None)
+    return isinstance(kinds, dict) and "attentions" in kinds
 
 
 @contextlib.contextmanager

@@ -67,6 +67,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         last_checked=("5.24",),
     ),
     *group(
+        "written-out attention of layers that return weights which nobody reads keeps its scores (Bamba)",
+        "transformers.PreTrainedModel._can_record_outputs",
+        since="5.2",
+        last_checked=("5.24",),
+    ),
+    *group(
         "layers whose router logits are requested have graph breaks",
         "transformers.utils.output_capturing._active_collector",
         since="5.2",

@@ -75,7 +75,7 @@ class LayerSlot:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._run(args, kwargs)
-        if not are_unread(kwargs):
+        if self.variant is None or not self.variant.unread:
             return output
         return unread(output, lambda: self._read(args, kwargs))
 
@@ -325,7 +325,8 @@ class LayerSlot:
             self.region.classes.version,
         )
         ones, kinds = (size == 1 for size in sizes), ((where, t.dtype, t.requires_grad) for where, t in tensors)
-        left_out = are_unread(kwargs) and self.placement is None and not self.region.weights_read
+        by_hooks = output_capturing.collects_attention(self.owner) and not setting[3] and not self.inside.collected
+        left_out = are_unread(kwargs, by_hooks) and self.placement is None and not self.region.weights_read
         return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out), sizes
 
     def _score(self, args: tuple, kwargs: dict) -> Any:

@@ -2,6 +2,7 @@
 
 Blocks of MPT, GPT-J, CodeGen, GPT-Neo and BLOOM return their weights, which their models read where
 `output_attentions` is true. Where it is given as False, compiled code returns weights of no row, and keeps no scores.
+Bamba's blocks are not told: its model collects weights by hooks on attention, and drops what blocks return.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ __all__ = ["UnreadWeights", "are_unread", "unread"]
 REQUEST = "output_attentions"  #: the argument by which a caller requests weights
 
 
-def are_unread(kwargs: dict[str, Any]) -> bool:
-    """Return whether the caller of a layer says that it does not read attention weights."""
-    return kwargs.get(REQUEST) is False
+def are_unread(kwargs: dict[str, Any], by_hooks: bool = False) -> bool:
+    """Return whether the caller of a layer does not read attention weights, as far as it says.
+
+    Args:
+        kwargs: of the layer's call.
+        by_hooks: whether its model collects weights by hooks on attention, of which there are none now.
+    """
+    return kwargs[REQUEST] is False if REQUEST in kwargs else by_hooks
 
 
 def unread(output: Any, make: Callable[[], Any]) -> Any:

@@ -174,7 +174,7 @@ class Variant:
             specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
             if (mixes := note("has-graph-breaks") if self.breaks else why_not_token_wise(gm, self.unread)) is not None:
                 raise NotTokenWise(mixes)
-        gm.meta[WEIGHTS_UNREAD] = self.unread
+        gm.meta[WEIGHTS_UNREAD] = self.unread and not self.breaks  # which the next piece may read
         with _saving_here():
             before = len(self.backend.contexts)
             with self.effort.timed() as course:

@@ -146,3 +146,25 @@ def test_a_model_that_knows_positions_alone_and_keeps_them_from_its_layers():
     model, batch = optimized(copy.deepcopy(reference)), packed((5, 21, 10))
     assert_close(zoo.step(model, batch), zoo.step(reference, batch), limit=1e-3, floor=1e-3)
     assert has(model, "bounds-not-handed-on", subject="Mamba2Block") and not has(model, "packing-kept")
+
+
+@pytest.mark.parametrize("family", ["jamba", pytest.param("zamba", marks=pytest.mark.slow)])
+def test_scans_around_written_out_attention_are_compiled_once(family):
+    """Rows without padding come to attention alone as documents; that there were some is no reason to compile again."""
+    layers = {"num_hidden_layers": 3} if family == "jamba" else {}
+    reference = hybrids.make(family, torch.float32, attn_implementation="eager", **layers)
+    model, batch = optimized(copy.deepcopy(reference)), zoo.batch(length=20)
+    assert_close(zoo.step(model, batch), zoo.step(reference, batch), limit=1e-3, floor=1e-3)
+    assert {region.compiles for region in tunecompile.report(model).regions} == {1}
+
+
+@pytest.mark.slow
+def test_written_out_attention_of_a_layer_that_returns_its_weights():
+    """Bamba's model drops them: no scores are kept, and padding is removed. Requested, they are collected."""
+    small = {"attn_implementation": "eager", "num_hidden_layers": 2, "attn_layer_indices": [1]}
+    reference = hybrids.make("bamba", torch.float32, **small)
+    model, batch = optimized(copy.deepcopy(reference)), padded(4, 30)
+    assert_close(zoo.step(model, batch), zoo.step(reference, batch), limit=1e-3, floor=1e-3)
+    assert flattened(model) == 1
+    (ours,), (theirs,) = (m(**batch, output_attentions=True).attentions for m in (model, reference))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -28,9 +28,10 @@ __all__ = ["BOUNDS", "Bounds", "forks_in", "takes_bounds", "trace_by_bounds"]
 class Bounds:
     """What a layer that is traced knows of its images. Set while Dynamo traces, and never when compiled code runs."""
 
-    given: Tensor | None = None  #: int [images + 1], as the layer was given it
-    offsets: Tensor | None = None  #: int32, the same for ops
-    longest: int | None = None  #: patches of the largest image, or more
+    def __init__(self) -> None:  # attributes of its own, as `Documents` has one
+        self.given: Tensor | None = None  #: int [images + 1], as the layer was given it
+        self.offsets: Tensor | None = None  #: int32, the same for ops
+        self.longest: int | None = None  #: patches of the largest image, or more
 
 
 BOUNDS = Bounds()

@@ -25,7 +25,9 @@ class Documents:
     when compiled code runs.
     """
 
-    offsets: Tensor | None = None  #: int [S + 1]
+    def __init__(self) -> None:
+        #: int [S + 1]. Its own from the start: Dynamo guards that it is not, and compiled code makes it so
+        self.offsets: Tensor | None = None
 
 
 DOCUMENTS = Documents()
