@@ -59,10 +59,21 @@ def _tag_calls(graph: Graph, backward: set[Node], recomputed: set[Node], names: 
 def _policy(node: Node, recomputed: set[Node]) -> CheckpointPolicy | None:
     if is_random(node) or communicates(node):  # a second run would need the same RNG state, or all ranks to send again
         return CheckpointPolicy.MUST_SAVE
+    if _is_all_of_random(node):
+        return CheckpointPolicy.MUST_SAVE
     cost = node_cost(node)
     if recomputed and (node in recomputed or cost is not Cost.MATMUL):
         return CheckpointPolicy.MUST_RECOMPUTE  # pointwise ones, too: min-cut would save them in place of their product
     return None if cost is None else _POLICY.get(cost)
+
+
+def _is_all_of_random(node: Node) -> bool:
+    """Whether it is computed of random numbers that nothing else reads, and smaller: dropout's mask, of bools."""
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or len(node.all_input_nodes) != 1:
+        return False
+    (drawn,) = node.all_input_nodes
+    smaller = tensor_bytes(node.meta.get("val")) < tensor_bytes(drawn.meta.get("val"))
+    return is_random(drawn) and len(drawn.users) == 1 and smaller
 
 
 def _extends_recomputed(node: Node) -> bool:

@@ -1,12 +1,15 @@
 """What is read of buffers that a forward mutates, and which results are small beside their call's."""
 
+import copy
 import importlib
 from operator import getitem
 
 import pytest
 import torch
+from torch import nn
 from torch.fx import Graph
 
+from tunecompile import optimize, report
 from tunecompile._torch.autograd import CheckpointPolicy
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.planner.solver import KEEP, RECOMPUTE
@@ -57,6 +60,33 @@ def test_what_is_saved_and_what_is_made_again():
     assert [remat._policy(node, set()) for node in (product, cheap, drawn)] == [save, None, save]
     assert [remat._policy(node, {product}) for node in (product, cheap, drawn)] == [again, again, save]
     assert remat._policy(other, {product}) is save and remat._policy(drawn, {drawn}) is save
+
+
+def test_of_random_numbers_the_mask_is_saved():
+    """Its bytes are bools. Numbers that others read, too, are saved themselves, and a mask as large as they are is not."""
+    save, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+
+    def policy(dtype=torch.bool, others=0, drawn=aten.rand.default, cut=aten.gt.Scalar):
+        graph = Graph()
+        numbers = valued(graph, drawn, [8, 8])
+        mask = valued(graph, cut, numbers, 0.1, dtype=dtype)
+        for _ in range(others):
+            graph.call_function(aten.sin.default, (numbers,))
+        return remat._policy(mask, {graph.call_function(aten.mm.default, ())})
+
+    assert policy() is save
+    assert policy(others=1) is again and policy(dtype=torch.float32) is again
+    assert policy(drawn=aten.ones.default) is again and policy(cut=aten.sum.default) is again
+
+
+def test_a_layer_that_recomputes_all_saves_masks():
+    """Op by op: 4 bytes a number were saved. (Inductor saves a seed.)"""
+    layer = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 16))
+    model = nn.Sequential(nn.Sequential(layer, copy.deepcopy(layer))).train()
+    optimize(model, executor="eager")
+    model[0][1].gradient_checkpointing = True
+    model(torch.randn(32, 16, requires_grad=True)).sum().backward()
+    assert report(model).regions[0].saved_bytes[-1] == 32 * 16
 
 
 def test_what_extends_a_value_that_is_made_again():
