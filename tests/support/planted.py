@@ -380,22 +380,3 @@ SUBJECTS = {
     ),
     "attention in a window": an_attention(2, lambda: (model("mistral", sliding_window=4)[0], padded())),
 }
-
-
-def planted_passes(factor):
-    """A family of two rewrites, of which the second loses `factor`."""
-    from tunecompile.compiler.pass_manager import recognize
-    from tunecompile.ir.rewrite import rewrite
-
-    @rewrite("harmless", to=lambda x: torch.rsqrt(x))
-    def harmless(x):
-        return torch.rsqrt(x)
-
-    @rewrite("wrong", to=lambda x: torch.nn.functional.silu(x) * factor)
-    def wrong(x):
-        return torch.nn.functional.silu(x)
-
-    short = [
-        p for p in tunecompile.passes.PIPELINE if p.stage != "recognize" or p.name in ("rms_norm", "swiglu")
-    ]  # few trials
-    return [recognize("planted", [harmless, wrong], lambda graph: []), *short]

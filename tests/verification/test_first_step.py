@@ -12,7 +12,7 @@ import tunecompile.passes
 from tests.support import zoo
 from tests.support.models.verified import build
 from tests.support.notes import find, has
-from tests.support.planted import planted_passes
+from tests.support.planted_passes import planted_passes
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

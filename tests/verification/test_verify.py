@@ -16,7 +16,7 @@ from tests.support import zoo
 from tests.support.matrix import cells as support
 from tests.support.models.verified import build, verified
 from tests.support.notes import find, has
-from tests.support.planted import planted_passes
+from tests.support.planted_passes import planted_passes
 from tunecompile.compiler.pass_manager import Pass
 from tunecompile.errors import CannotVerify
 from tunecompile.verification.reference_model import mode, twin_of

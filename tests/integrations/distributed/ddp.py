@@ -21,7 +21,7 @@ from tests.integrations.distributed.common import (
 from tests.integrations.distributed.ranks import slow
 from tests.support import zoo
 from tests.support.notes import find, has
-from tests.support.planted import planted_passes
+from tests.support.planted_passes import planted_passes
 from tunecompile import passes
 
 

@@ -11,7 +11,6 @@ from tests.support import zoo
 from tests.support.compare import assert_equal
 from tests.support.memory import full_device
 from tests.support.memory.budgets import LAYERS, Meter, build, needed, step
-from tests.support.models.pairs import attending, optimized
 from tests.support.notes import codes, find, has
 from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.compiler import partitioner
@@ -128,19 +127,6 @@ def test_auto_does_nothing_on_a_cpu():
     full_device.step(model)
     report = tunecompile.report(model)
     assert report.memory is None and not set(codes(report)) & NOTES.keys()
-
-
-@pytest.mark.slow
-def test_a_survey_that_fails_leaves_the_step_alone(monkeypatch):
-    from tunecompile.planner import candidates
-
-    def fail(*_):
-        raise RuntimeError("no survey today")
-
-    monkeypatch.setattr(candidates, "survey", fail)
-    model = build("1MiB")
-    assert_equal(step(model), plain())
-    assert has(model, "no-memory-plan", detail="no survey today")
 
 
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
@@ -360,43 +346,3 @@ def test_small_results_of_what_is_computed_again_are_saved(monkeypatch):
     assert not any(
         1 in indices for plan, calls in read.items() if plan.recompute is not None for indices in calls
     )  # xa
-
-
-@pytest.mark.slow
-def test_a_second_survey_that_fails_leaves_what_the_first_found(monkeypatch):
-    inner, broken = candidates.survey, []
-
-    def survey(cut, plans):
-        if broken:
-            raise RuntimeError("cannot be cut like that")
-        return inner(cut, plans)
-
-    monkeypatch.setattr(candidates, "survey", survey)
-    model, reference = build(int(0.8 * needed())), build(None)
-    assert_equal(step(model), plain())
-    budget = model._tunecompile.step.budget
-    (before,) = budget.surveys.candidates.values()
-    broken.append(True)
-    for _ in range(3):
-        assert_equal(step(model, rows=8), step(reference, rows=8))
-    (after,) = budget.surveys.candidates.values()
-    assert not before.whole and after.whole and after.rows == before.rows and len(after.rows) > 1
-    assert any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])
-    assert len(find(model, "no-memory-plan", "few-memory-plans", detail="cannot be cut like that")) == 1
-
-
-def test_a_survey_that_fails_leaves_what_it_found(monkeypatch):
-    inner, courses = candidates.survey, []
-
-    def survey(cut, plans):
-        courses.append(plans)
-        if len(courses) == 3:
-            raise RuntimeError("cannot be cut like that")
-        return inner(cut, plans)
-
-    monkeypatch.setattr(candidates, "survey", survey)
-    model, whole = (optimized(zoo.adapt(attending()).train(), memory=memory) for memory in ("1KiB", None))
-    assert_equal(step(model), step(whole))
-    report = tunecompile.report(model)
-    assert any(plan["recompute"] for plan in report.memory["plans"])
-    assert has(report, "few-memory-plans", detail="cannot be cut like that")

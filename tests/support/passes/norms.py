@@ -1,4 +1,4 @@
-"""RMS norm as Llama spells it."""
+"""RMS norm as Llama spells it, and its statistics alone."""
 
 import torch
 
@@ -11,3 +11,7 @@ def llama_norm(x, w):
     variance = x.pow(2).mean(-1, keepdim=True)
     x = x * torch.rsqrt(variance + EPS)
     return w * x.to(dtype)
+
+
+def stat(x, w, e=EPS):
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + e)
