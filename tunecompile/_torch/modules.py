@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import noop_context_fn
 
 from tunecompile._torch.lookup import exist, lookup, need
 
@@ -57,7 +58,8 @@ def checkpoints(module: torch.nn.Module) -> bool:
     if kind is None or type(module) is not kind:
         return False
     function = vars(module).get("checkpoint_fn")
-    return not (isinstance(function, functools.partial) and "context_fn" in function.keywords)
+    given = function.keywords if isinstance(function, functools.partial) else {}
+    return given.get("context_fn", noop_context_fn) is noop_context_fn
 
 
 def global_hooks() -> tuple[dict[int, Callable], ...]:
