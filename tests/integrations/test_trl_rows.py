@@ -6,12 +6,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tunecompile
-from tests.integrations.test_trl import headed, padded_left, pytestmark, scored, with_head
 from tests.support import zoo
+from tests.support.models.fused_head import MARKS, headed, padded_left, scored, with_head
 from tests.support.models.pairs import pair, small
 from tunecompile.integrations.trl.labelled_rows import LabelledRows
 
-__all__ = ["pytestmark"]
+pytestmark = MARKS
 WAITS = {"aten.nonzero", "aten.masked_select", "aten.item", "aten._local_scalar_dense"}
 
 
