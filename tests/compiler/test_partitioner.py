@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch.fx import Graph
 
+from tests.support.passes.functions import lora
+from tests.support.passes.run import assert_same, random, results
 from tunecompile.compiler import partitioner
+from tunecompile.compiler.backend import Backend
 from tunecompile.compiler.partitioner import HASHED, Lowering, Partitioner, source_hash
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.passes import PIPELINE
 from tunecompile.planner.solver import KEEP, Plan
+
+
+def adapted(x, w, a, b):
+    return torch.sin(lora(x, w, a, b))
 
 
 @pytest.fixture
@@ -154,6 +161,20 @@ def test_results_that_are_saved_already_stay_as_they_are():
     members[1].meta["pinned"] = True
     partitioner._save_pinned(forward, backward, 2)  # all are results, and nothing is saved
     assert len(output.args[0]) == 2
+
+
+def test_a_plan_that_makes_a_product_again_saves_its_small_results():
+    """Of an adapter's linear XA, 2 of 64 columns, so that its backward has no need of the adapter's first product."""
+    args = [random(64, 64), random(64, 64, grad=False), random(2, 64), random(64, 2)]
+    saved = {}
+    for plan in (Plan(None), Plan(frozenset({0}))):  # all is made again: a model's own checkpointing
+        torch._dynamo.reset()
+        backend = Backend("test", PIPELINE, "eager", plan=plan)
+        both = [sum(results(fn, args), []) for fn in (torch.compile(adapted, backend=backend), adapted)]
+        assert_same(*both, tol=1e-5)
+        (context,) = backend.contexts
+        saved[plan] = [size for _, size in context.saved]
+    assert list(saved.values()) == [[], [64 * 2 * 4]]
 
 
 PLANS = [

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tunecompile._torch.dynamo import mark_dynamic
+from tunecompile.compiler.partitioner import copied
 from tunecompile.compiler.token_wise import why_not_token_wise
 from tunecompile.ops import document_mask
 
@@ -205,3 +206,40 @@ def test_the_operation_and_its_line_are_named():
 )
 def test_why_a_layer_stays_as_it_is(layer, code):
     assert reason(layer).code == code
+
+
+def graph_of(layer, change):
+    """A layer's graph with another input or constant, as other versions of Dynamo, or other tracers, make it."""
+    found = []
+
+    def backend(gm, inputs):
+        found.append(copied(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    row = torch.randn(1, 8, WIDTH)
+    mark_dynamic(row, 1)
+    torch.compile(layer, backend=backend, fullgraph=True)(row, LINEAR[:1])
+    change(found[0])
+    found[0].recompile()
+    return found[0]
+
+
+def as_a_constant(gm):
+    """The weight belongs to the graph."""
+    weight = gm.graph.find_nodes(op="placeholder")[-1]
+    gm.register_buffer("weight", LINEAR[:1])
+    with gm.graph.inserting_before(weight):
+        weight.replace_all_uses_with(gm.graph.get_attr("weight"))
+    gm.graph.erase_node(weight)
+
+
+def as_a_number(gm):
+    """The second input is a number of Python's."""
+    gm.graph.find_nodes(op="placeholder")[-1].meta["example_value"] = 0.5
+
+
+@pytest.mark.parametrize("change", [as_a_constant, as_a_number])
+def test_real_weights_and_numbers_are_understood(change):
+    """Each token meets them by itself."""
+    assert why_not_token_wise(graph_of(lambda x, w: x * w, change)) is None

@@ -70,6 +70,31 @@ def test_symbols_and_foreign_rules_are_remembered_in_their_mode(rule, module, st
         assert rule.calls == calls
 
 
+APART = {
+    "a list with a number": lambda x: [x, 3],
+    "values and places": lambda x: x.to_sparse(),
+    "a part that begins further behind": lambda x: x[1:],
+    "a part that begins at a symbol": lambda x: x.as_strided((1,), (1,), storage_offset=x.shape[0] - 3),
+    "as many as there are": lambda x: x.nonzero(),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_sizes_and_strides_do_not_tell_is_computed_each_time(name):
+    """And nothing is assumed of a symbol to find that out: compiled code would hold for fewer sizes."""
+
+    def rule(x):
+        rule.calls += 1
+        return APART[name](x)
+
+    rule.calls = 0
+    run, env = remembered(rule), ShapeEnv(allow_dynamic_output_shape_ops=True)
+    x = fake(mode := FakeTensorMode(shape_env=env), 3, 5, static="symbol" not in name)
+    with mode:
+        run(x), run(x)
+    assert rule.calls == 2 and not env.guards
+
+
 def test_a_full_cache_starts_again():
     cache = ProcessCache(limit=2)
     for number in range(3):

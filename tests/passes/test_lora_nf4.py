@@ -12,6 +12,7 @@ from tests.support.passes.run import check, family, random
 from tunecompile.ops import dequantize_4bit
 
 PASSES = family("nf4", "lora", "grouped_linear", "lora_nf4")
+APART = {"dequantize_4bit": 1, "lora_linear": 1}
 PACKED = {"lora_linear_nf4": 1}
 
 
@@ -39,6 +40,17 @@ def test_siblings_read_packed_weights(options):
         return adapted(one, x, *o[:2]), adapted(other, x, *o[2:])
 
     check(fn, random(3, 64), *adapters(6), *adapters(128), passes=PASSES, expect=PACKED, whole=False)
+
+
+@pytest.mark.parametrize("missing", ["on_gpu", "has_triton"])
+def test_without_its_kernel_weights_are_dequantised(monkeypatch, missing):
+    module = importlib.import_module("tunecompile.passes.recognize.lora_nf4")
+    monkeypatch.setattr(module, missing, lambda *_: False)
+    layer = linear_4bit(n=6)
+    seen = check(
+        lambda x, *o: adapted(layer, x, *o), random(3, 64), *adapters(6), passes=PASSES, expect=APART, whole=False
+    )
+    assert not seen.refused
 
 
 OTHERS = {

@@ -55,6 +55,8 @@ class Recorder:
         run_stage(self.passes, "recognize", work.graph, context)
         work.graph.lint()
         work.recompile()
+        bare = [node.name for node in work.graph.nodes if node.target in OPS and "example_value" not in node.meta]
+        assert not bare, f"guards of later passes find no value at {bare}"
         before = str(work.graph)
         canonicalize(work)
         run_stage(self.passes, "recognize", work.graph, Context("again"))
