@@ -16,7 +16,7 @@ from tests.support.notes import find, has
 from tests.support.reports import head_tally
 from tunecompile.integrations import trl
 from tunecompile.integrations.trl import OUTPUTS, ScoreCall
-from tunecompile.runtime.loss_head.fused_forward import _scores
+from tunecompile.runtime.loss_head.fused_forward import _scores, _unfit
 
 pytestmark = MARKS
 
@@ -223,3 +223,28 @@ def test_copies_score_with_their_own_weights():
             parameter.mul_(1.5)
         found, own = (m(**padded_left(), fused_lm_head=True).log_probs for m in (other, model))
     assert not torch.allclose(found, own)
+
+
+class Wrapped(torch.Tensor):
+    """A weight that is no plain tensor: a distributed one, or a packed one."""
+
+
+def test_heads_that_are_no_plain_matrix_stay_trls():
+    weight, gathered = torch.nn.Parameter(torch.ones(5, 3)), torch.nn.Parameter(torch.ones(5, 3))
+    gathered.ds_id = 1  # DeepSpeed has it in parts
+    call = ScoreCall(torch.ones(2, 3), weight, None, torch.ones(2).long())
+
+    def why(**changes):
+        found = _unfit(dataclasses.replace(call, **changes))
+        return found and (found.code, found.subject)
+
+    assert why() is None and why(weight=weight.detach()) is None
+    assert why(weight=weight.detach().as_subclass(Wrapped)) == ("fused-head-weight", "Wrapped")
+    for odd in (weight[0].detach(), gathered):
+        assert why(weight=odd) == ("fused-head-weight", type(odd).__name__)
+    for unread in (weight.to(torch.int8), weight.detach().to("meta")):
+        assert why(weight=unread) == ("fused-head-weight", str(unread.dtype).removeprefix("torch."))
+    assert why(temperature=0.0) == ("fused-head-weight", "float32")
+    packed = torch.ones(5, 3, dtype=torch.uint8)
+    packed.quant_state = "of 4 bits"
+    assert why(weight=packed) is None

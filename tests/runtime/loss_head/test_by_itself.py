@@ -137,6 +137,7 @@ OF_LOGITS = {
     "scaled without gradients": scaled_without_gradients,
     "scores and log-probabilities": lambda logits, labels: logits.log_softmax(-1).exp() + logits.sigmoid(),
     "a pick of other logits": lambda logits, labels: picked(logits * 2, labels) - logits.logsumexp(-1),
+    "rows of picks": each_row(picked),
     "two picks": lambda logits, labels: picked(logits, labels) - picked(logits, labels.flip(0)),
     "a sum less a pick": lambda logits, labels: logits.logsumexp(-1) - picked(logits, labels),
     "a pick less a sum of another shape": lambda logits, labels: (

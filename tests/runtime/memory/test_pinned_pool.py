@@ -4,6 +4,7 @@ import threading
 
 import torch
 
+from tunecompile.runtime.memory.host import pinned_pool
 from tunecompile.runtime.memory.host.pinned_pool import PinnedPool, available
 
 
@@ -39,6 +40,29 @@ def test_limits_that_are_no_power_of_two():
 
 def test_available_memory_is_known():
     assert available() > 1 << 20
+
+
+def test_available_memory_where_the_system_tells_less(monkeypatch):
+    """The least of what the machine and the container say; else what the C library says; else nothing is known."""
+    told = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   3000 kB\n"}
+    monkeypatch.setattr(pinned_pool, "_read", lambda path: told.get(path, ""))
+    pages = {"SC_AVPHYS_PAGES": 7, "SC_PAGE_SIZE": 40}
+    monkeypatch.setattr(pinned_pool.os, "sysconf", pages.__getitem__, raising=False)
+    monkeypatch.setattr(pinned_pool.os, "sysconf_names", pages, raising=False)
+    assert available() == 3000 << 10
+    told |= {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "1000\n"}
+    assert available() == 3000 << 10
+    told["/sys/fs/cgroup/memory.max"] = "5000\n"
+    assert available() == 4000
+    told["/sys/fs/cgroup/memory.current"] = "6000\n"
+    assert available() == 0
+    told.clear()
+    assert available() == 7 * 40
+    with monkeypatch.context() as patch:
+        patch.delattr(pinned_pool.os, "sysconf")
+        assert available() == 0, "Windows has no such function"
+    pages.clear()
+    assert available() == 0, "macOS has no such name"
 
 
 def test_what_is_expected_is_allocated_by_another_thread():

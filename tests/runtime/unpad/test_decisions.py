@@ -219,6 +219,20 @@ def test_scores_without_padding(scores_tokens, flattened, called):
     assert stays is None or stays.code == "no-labels"
 
 
+def test_a_call_that_is_run_again_keeps_what_it_kept(monkeypatch):
+    """Scores whose logits are read at padding, and a mask that was taken for whole rows and is none."""
+    refused, presumed = [], [(UnpadDecision(FlatBatch.of_whole_rows(2, 6, 0, torch.device("cpu"))), "a mask")]
+    monkeypatch.setattr(module, "decide", lambda mask, windows, watch, why: refused.append(why) or AS_IT_COMES)
+    monkeypatch.setattr(Presumptions, "presume", lambda *_: presumed.pop() if presumed else None)
+    monkeypatch.setattr(Presumptions, "hold", lambda self, masks: not masks)
+    made, layer, mask = unpadding(), nn.Linear(2, 2), torch.zeros(2, 1, 6, 6)
+    made.owner.forward = lambda x, use_cache: made.batch_of(layer, (x,), {"attention_mask": mask})
+    made.flattened = 1
+    with torch.no_grad():
+        assert made.score((torch.ones(2, 6, 4),), {"use_cache": False}) is None
+    assert [why.code for why in refused] == ["no-labels"] and not presumed
+
+
 def test_forwards_whose_scores_are_compared():
     owner = Owner(use_cache=True)
     with torch.no_grad():

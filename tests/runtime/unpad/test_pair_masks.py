@@ -86,6 +86,21 @@ def test_masks_of_transformers(kind, added, padding, small):
     assert torch.equal(mask, real) and torch.equal(mask.cell.real(), real)
 
 
+@pytest.mark.parametrize(
+    "at_once, rows, queries",
+    [(10**6, [4], [6]), (80, [2, 2], [6]), (36, [1] * 4, [6]), (29, [1] * 4, [4, 2]), (6, [1] * 4, [1] * 6)],
+)
+def test_a_mask_is_read_in_parts_of_so_many_pairs(at_once, rows, queries):
+    """Whole rows together, or one in parts, or one query at least."""
+    mask = torch.rand(4, 1, 6, 6) > 0.5
+    found = list(blocks(mask, at_once))
+    assert [tuple(values.shape) for *_, values in found] == [(r, q, 6) for r in rows for q in queries]
+    again = torch.zeros(4, 6, 6, dtype=torch.bool)
+    for some, of, values in found:
+        again[some, of] = values
+    assert torch.equal(again, mask[:, 0])
+
+
 def _tensors(found):
     return found.real, found.starts
 

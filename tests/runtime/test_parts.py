@@ -1,0 +1,133 @@
+"""What happens at the beginning of a step, one part at a time: caches, budgets, what is told. No model runs."""
+
+import logging
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.notes import logged
+from tunecompile.runtime.parts import memory
+from tunecompile.runtime.parts.layers import EntryHook
+from tunecompile.runtime.parts.memory import MemoryBudget
+from tunecompile.runtime.step import Step
+
+
+class Owner(nn.Module):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
+        return input_ids
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Began:
+    """A state that notes what begins."""
+
+    def __init__(self, memory=None, setting=None, checkpointed=False):
+        self.step, self.seen, self.memory, self.checkpointed = Step(), [], memory, checkpointed
+        self.settings, self.store, self.slots = types.SimpleNamespace(memory=setting), "store", []
+
+    def follow(self, slots):
+        self.seen.append("follow")
+
+    def before_step(self, call):
+        self.seen.append((call.args, call.kwargs, call.counts))
+
+
+WORDS, PLACES = torch.ones(1, 4).long(), torch.arange(4)[None]
+
+
+def test_a_training_step_makes_no_cache():
+    """But where positions alone may say which tokens are of one sequence; and that holds for one step."""
+    state, owner = Began(), Owner()
+    hook = EntryHook(state, owner, (), counts=True)
+    given = {"position_ids": PLACES}
+    assert hook(owner, (WORDS,), given) is None and state.step.makes_cache
+    assert hook(owner, (WORDS,), {}) == ((WORDS,), {"use_cache": False}) and not state.step.makes_cache
+    assert hook(owner, (WORDS, PLACES), given) == ((WORDS, PLACES), {**given, "use_cache": False})
+    assert state.seen[:2] == ["follow", ((WORDS,), given, True)] and len(state.seen) == 6
+    for kwargs in (None, {"use_cache": True}, {"use_cache": False}, {"past_key_values": object()}):
+        assert hook(owner, (WORDS,), kwargs) is None and not state.step.makes_cache
+    assert hook(owner, (WORDS, PLACES, PLACES), {}) is None, "which may be a cache"
+    assert EntryHook(state, plain := Plain(), (), counts=False)(plain, (WORDS,), {}) is None
+
+
+def test_what_is_no_training_step_begins_nothing():
+    class Budget:
+        paused = 0
+
+        def pause(self):
+            self.paused += 1
+
+    state, owner = Began(), Owner().eval()
+    state.step.budgets = (Budget(),)
+    hook = EntryHook(state, owner, (), counts=True)
+    assert hook(owner, (WORDS,), {}) is None and state.seen == [] and state.step.budgets[0].paused == 1
+    owner.train()
+    with torch.no_grad():
+        assert hook(owner, (WORDS,), {"use_cache": False}) is None
+    assert state.seen == ["follow"] and state.step.scoring and state.step.budgets[0].paused == 1
+    state.step.repeats = True  # the call is made once more, in the midst of a step
+    assert hook(owner, (WORDS,), {}) == ((WORDS,), {"use_cache": False}) and state.seen == ["follow"]
+
+
+class Counted:
+    begun, agreement = 0, None
+
+    def begin(self):
+        self.begun += 1
+
+
+def test_budgets_are_made_once_and_begin_each_step(monkeypatch):
+    made = [Counted(), Counted()]
+    monkeypatch.setattr(memory, "make_budgets", lambda state: made)
+    state = Began(memory="2GiB", setting="2GiB")
+    state.step.recovery = recovery = Counted()
+    for _ in range(2):
+        MemoryBudget().before_step(state, None)
+    assert state.step.budgets is made and [each.begun for each in (*made, recovery)] == [2, 2, 2]
+    assert recovery.agreement is not None
+
+
+@pytest.mark.parametrize("setting", [None, "auto"])
+def test_where_nobody_plans_no_budget_is_made(monkeypatch, setting):
+    """Without a setting nobody asks; where none can plan, nobody asks again."""
+    asked = []
+    monkeypatch.setattr(memory, "make_budgets", lambda state: asked.append(1) or ())
+    state = Began(memory=setting, setting=setting)
+    for _ in range(2):
+        MemoryBudget().before_step(state, None)
+    assert len(asked) == (setting is not None) and state.memory is None and state.step.budgets == ()
+
+
+def test_checkpoints_of_all_layers_are_a_budget(monkeypatch):
+    """As long as they are there."""
+    wanted, made = [False], [Counted()]
+    monkeypatch.setattr(memory, "_is_checkpointed", lambda state: wanted[0])
+    monkeypatch.setattr(memory, "make_budgets", lambda state: made)
+    state, told = Began(), []
+    for wanted[0] in (False, True, True, False):
+        MemoryBudget().before_step(state, None)
+        told.append((state.checkpointed, state.memory, list(state.step.budgets)))
+    assert told == [(False, None, []), *[(True, "auto", made)] * 2, (False, None, [])] and made[0].begun == 2
+    wanted[0] = True
+    given = Began(memory="2GiB", setting="2GiB")
+    MemoryBudget().before_step(given, None)
+    assert (given.checkpointed, given.memory) == (False, "2GiB"), "who sets a budget has that one"
+
+
+def test_memory_that_runs_out_without_a_budget_is_told_once(caplog):
+    def full():
+        raise torch.OutOfMemoryError("all of it")
+
+    step, planned = Step(), Step(recovery=Counted())
+    with caplog.at_level(logging.WARNING, "tunecompile"):
+        for each in (planned, step, step):
+            with pytest.raises(torch.OutOfMemoryError, match="all of it"):
+                each.telling(full)
+            assert logged(caplog.records) == ([] if each is planned else ["no-budget"])
+    assert step.telling(lambda: 3) == 3 and not planned.full
