@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tunecompile
-from tunecompile.runtime.find_layers import find_layers
+from tunecompile.runtime.find_layers import find_layers, find_norms
 
 
 class Layer(nn.Module):
@@ -34,6 +34,16 @@ class ByName(nn.Module):
 def test_a_dictionary_of_layers_by_number(names, count):
     found = find_layers(ByName(names))
     assert [len(stack.members) for stack in found] == ([count] if count else [])
+
+
+def test_norms_outside_the_layers():
+    """Modules with vectors and nothing else, whatever their class."""
+    owner = ByName("01")
+    assert find_norms(owner) == []
+    owner.embedded, owner.head, owner.without_bias = nn.Embedding(4, 8), nn.Linear(8, 4), nn.Linear(8, 4, bias=False)
+    owner.rotary, owner.drop = nn.Identity(), nn.Dropout()
+    owner.norm, owner.last = nn.RMSNorm(8), nn.LayerNorm(8)
+    assert find_norms(owner) == [owner.norm, owner.last]
 
 
 def test_such_layers_are_compiled_once():

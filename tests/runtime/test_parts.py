@@ -75,6 +75,20 @@ def test_what_is_no_training_step_begins_nothing():
     assert hook(owner, (WORDS,), {}) == ((WORDS,), {"use_cache": False}) and state.seen == ["follow"]
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_which_forwards_are_training_steps(training, gradients):
+    step, owner = Step(), Owner().train(training)
+    fresh = (step.active, step.entered, step.batches, step.in_eval, step.outer, step.transformed)
+    assert fresh == (False, False, 0, False, False, False)
+    with torch.set_grad_enabled(gradients):
+        step.enter(owner)
+    assert step.active is (training and gradients) and step.in_eval is (gradients and not training)
+    assert (step.entered, step.batches, step.outer, step.transformed) == (True, 1, False, False)
+    torch.func.vmap(lambda x: step.enter(owner) or x)(torch.ones(2))
+    assert not step.active and step.transformed and step.batches == 2
+
+
 class Counted:
     begun, agreement = 0, None
 

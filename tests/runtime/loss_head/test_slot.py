@@ -342,6 +342,26 @@ def test_a_written_head_has_changed():
     with torch.no_grad():
         module.bias.add_(1)
     assert made.changed
+    made = LinearHead(module.weight, None, torch.float64, state=LinearHead(module.weight, None, None).state_now())
+    module.weight.data = module.weight.data.clone()
+    assert made.changed, "its memory was replaced, as engines do that gather weights"
+
+
+class Elsewhere(nn.Parameter):
+    """A weight without an address of its own, of several processes."""
+
+    def data_ptr(self):
+        raise RuntimeError("nowhere")
+
+
+def test_a_weight_without_an_address_is_told_by_its_version():
+    module = nn.Linear(WIDTH, WORDS, bias=False)
+    module.weight = Elsewhere(torch.ones(WORDS, WIDTH))
+    made = LinearHead(module.weight, None, None, state=LinearHead(module.weight, None, None).state_now())
+    assert not made.changed
+    with torch.no_grad():
+        module.weight.mul_(2)
+    assert made.changed
 
 
 def test_a_head_that_keeps_its_results_is_found():

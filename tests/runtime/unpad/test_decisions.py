@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.support.batches import lengths_mask
 from tests.support.notes import codes
+from tunecompile._torch.fake_tensors import function_mode
 from tunecompile.integrations import loss_caller
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad import decision as deciding
@@ -231,6 +232,28 @@ def test_a_call_that_is_run_again_keeps_what_it_kept(monkeypatch):
     with torch.no_grad():
         assert made.score((torch.ones(2, 6, 4),), {"use_cache": False}) is None
     assert [why.code for why in refused] == ["no-labels"] and not presumed
+
+
+def test_masks_are_recorded_where_all_layers_may_take_documents(monkeypatch):
+    """Nothing else reads a mask that is not made; and recording it is of no use to a call that stays as it is."""
+    made, given = unpadding(), {"input_ids": torch.ones(1, 8192, device="meta")}
+
+    def records(**call):
+        call = OwnerCall(given, **call)
+        with made._recording(call):
+            assert (function_mode() is not None) is (call.recorder is not None)
+        assert function_mode() is None
+        return call.recorder is not None
+
+    assert records() and not records(refused="a reason")
+    made.members = lambda: (nn.Linear(1, 1),)
+    assert not records(), "a layer that is not compiled"
+    made.members = tuple
+    monkeypatch.setattr(module, "compiled_parts", lambda owner: True)
+    assert not records()
+    monkeypatch.undo()
+    given["input_ids"] = torch.ones(1, 512, device="meta")
+    assert not records()
 
 
 def test_forwards_whose_scores_are_compared():
