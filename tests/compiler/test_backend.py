@@ -115,6 +115,28 @@ def test_graphs_read_cached_weights_where_they_read_any(monkeypatch):
     assert Backend("layer", (), "eager")._keep(Context("layer")) is None
 
 
+@pytest.mark.parametrize("change", [None, False, True])
+def test_floats_of_the_host_are_constants_unless_they_change(monkeypatch, change):
+    """Patterns bind scales and epsilons; one that changes from batch to batch stays a symbol."""
+    fixed = []
+    monkeypatch.setattr(backend_module, "specialize_floats", fixed.append)
+    monkeypatch.setattr(backend_module, "compile_eager", lambda work, *given, **options: work.forward)
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    Backend("test", (), "eager")(graph, [], *[change] * (change is not None))
+    assert fixed == [graph] * (not change)
+
+
+@pytest.mark.parametrize("unread", [None, False, True])
+def test_whether_attention_weights_are_read_is_told_with_the_graph(monkeypatch, unread):
+    """They are, where nobody says more: a layer may return them."""
+    monkeypatch.setattr(backend_module, "compile_eager", lambda work, *given, **options: work.forward)
+    graph, backend = torch.fx.symbolic_trace(torch.nn.Identity()), Backend("test", (), "eager")
+    if unread is not None:
+        graph.meta[backend_module.WEIGHTS_UNREAD] = unread
+    backend(graph, [])
+    assert backend.contexts[0].weights_unread is bool(unread)
+
+
 @dataclasses.dataclass
 class Kept:
     """Gives weights to graphs; dense ones may move into its matrices."""

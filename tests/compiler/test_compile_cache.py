@@ -1,8 +1,10 @@
 """A cache folder that several users share."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tunecompile.compiler import compile_cache
 
@@ -58,3 +60,61 @@ def test_a_folder_that_cannot_be_made_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     assert not compile_cache._writable(tmp_path / "file" / "below")
     assert compile_cache._writable(tmp_path / "new" / "below") and (tmp_path / "new" / "below").is_dir()
+
+
+# -- ranks take turns -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    """Several ranks with one cache folder, whose waits are counted: (how often they looked, what happens meanwhile)."""
+    told = SimpleNamespace(looks=0, meanwhile=lambda: None)
+
+    def sleep(seconds):
+        told.looks += 1
+        told.meanwhile()
+
+    monkeypatch.setattr(compile_cache, "several", lambda: True)
+    monkeypatch.setattr(compile_cache, "keeps_code", lambda: True)
+    monkeypatch.setattr(compile_cache, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compile_cache, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: told.looks))
+    return told
+
+
+def turn(change=None, uuid="code"):
+    graph = torch.fx.symbolic_trace(change or torch.nn.Identity())
+    return compile_cache.in_turn(lambda: uuid, graph, [torch.ones(2), 3])
+
+
+def test_the_first_rank_compiles_and_others_wait_for_it(ranks):
+    first, second = turn(), turn()
+    first.__enter__()
+    assert ranks.looks == 0, "the first waits for nobody"
+
+    def meanwhile():
+        if ranks.looks == 3:
+            first.__exit__(None, None, None)
+
+    ranks.meanwhile = meanwhile
+    with second:
+        assert ranks.looks == 3
+        with turn():  # all ranks that waited go on together
+            assert ranks.looks == 3
+
+
+def test_no_rank_waits_for_ever(ranks):
+    with turn(), turn():
+        assert ranks.looks == compile_cache.LONGEST
+
+
+@pytest.mark.parametrize("other", [{"change": torch.nn.ReLU()}, {"uuid": "other code"}, {"uuid": None}])
+def test_nobody_waits_for_other_code(ranks, other):
+    with turn(), turn(**other):
+        assert ranks.looks == 0
+
+
+@pytest.mark.parametrize("why", ["several", "keeps_code"])
+def test_where_no_code_is_shared_nobody_waits(ranks, monkeypatch, why):
+    monkeypatch.setattr(compile_cache, why, lambda: False)
+    with turn(), turn():
+        assert ranks.looks == 0

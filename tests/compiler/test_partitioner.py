@@ -177,6 +177,22 @@ def test_a_plan_that_makes_a_product_again_saves_its_small_results():
     assert list(saved.values()) == [[], [64 * 2 * 4]]
 
 
+def test_bytes_of_what_a_forward_saves():
+    """Each memory once, all of it; inputs are there anyway, and sizes are none."""
+    graph = Graph()
+    given = graph.placeholder("given")
+    made, part, other, of_input, size = (graph.call_function(torch.neg, (given,), name=name) for name in "abcde")
+    whole = torch.empty(8, 4)
+    values = {given: torch.empty(5), made: whole[:2], part: whole[3:], other: torch.empty(3), size: 7}
+    values[of_input] = values[given][1:]
+    for node, value in values.items():
+        node.meta["val"] = value
+    graph.output((other, made, part, of_input, given, size, None, other))
+    forward = torch.fx.GraphModule({}, graph)
+    assert partitioner._saved(forward, 1) == [("a", 8 * 4 * 4), ("c", 3 * 4)]
+    assert partitioner._saved(forward, 8) == []
+
+
 PLANS = [
     KEEP,
     Plan(None),

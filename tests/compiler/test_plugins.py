@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -13,6 +14,7 @@ import tunecompile
 from tests.support.notes import find, has
 from tests.support.plugins import fresh, trained_as_before
 from tunecompile import passes
+from tunecompile.compiler import plugins
 from tunecompile.compiler.partitioner import Lowering
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.compiler.plugins import compose, pipeline
@@ -210,6 +212,23 @@ def test_the_environment_says_which(install, monkeypatch, choice, ran):
     notes = trained_as_before().notes
     assert {name for name in ("here", "there") if f"{name} ran" in notes} == ran
     assert {note.detail for note in find(notes, "package-passes") if note.subject == f"{note.detail} 1.2"} == ran
+
+
+def test_packages_are_used_in_the_same_order_by_all_ranks(monkeypatch):
+    """By their own names first, whatever the order on the disk is, and whatever they call their entry points."""
+    found = [
+        SimpleNamespace(name=name, value=value, dist=dist and SimpleNamespace(name=dist, version="1.0"))
+        for name, value, dist in (("a", "z", "zebra"), ("b", "a", "ant"), ("c", "b", None), ("a", "y", "ant"))
+    ]
+    for order in (found, found[::-1]):
+        monkeypatch.setattr(plugins, "entry_points", lambda group, order=order: list(order))
+        assert [(each.name, plugins.label(each)) for each in plugins.chosen(None)] == [
+            ("c", ""),
+            ("a", "ant 1.0"),
+            ("b", "ant 1.0"),
+            ("a", "zebra 1.0"),
+        ]
+        assert [each.name for each in plugins.chosen("b, a,none")] == ["a", "b", "a"]
 
 
 def test_the_environment_names_one_that_is_not_there(install, monkeypatch):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tunecompile.compiler import survey as surveys
@@ -58,6 +59,38 @@ def test_no_stage_and_a_failure():
 def test_bytes_of_matrices_count_where_weights_may_stay(monkeypatch, keeps):
     monkeypatch.setattr(surveys, "matrix_bytes", lambda graph: 4096)
     assert ran([[KEEP]], keeps_weights=keeps)[0].found.weights == (4096 if keeps else 0)
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_survey_that_fails_is_tried_without_guests(monkeypatch, helps):
+    """And it is said where that does not help. The layer runs as it would have, whichever it is."""
+
+    def fails(gm, inputs):
+        raise ValueError("planted")
+
+    tried = []
+    backend = surveys.SurveyBackend("layer", (), "eager", None, False, None, lambda gm: (gm, "runs"))
+    monkeypatch.setattr(backend, "_trace", fails)
+    monkeypatch.setattr(surveys, "without_packages", lambda *given: tried.append(given[:3]) or helps or None)
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    assert backend(graph, []) == (graph, "runs")
+    ((region, guests, error),) = tried
+    assert (region, guests, str(error)) == ("layer", (), "planted")
+    assert [(note.code, note.subject) for note in backend.failures] == [("compiled-without-rewrites", "layer")] * (
+        not helps
+    )
+
+
+def test_a_layer_that_attends_in_any_of_its_graphs(monkeypatch):
+    """Its kernels are timed before it is surveyed."""
+    backend = surveys.SurveyBackend("layer", (), "eager", None, False, None, lambda gm: gm)
+    monkeypatch.setattr(backend, "_trace", lambda gm, inputs: None)
+    assert not backend.attends and not backend.seen
+    plain = torch.fx.symbolic_trace(torch.nn.Identity())
+    attention = torch.fx.symbolic_trace(lambda x: F.scaled_dot_product_attention(x, x, x))
+    for graph, attends in ((plain, False), (attention, True), (plain, True)):
+        backend(graph, [])
+        assert backend.attends is attends and not backend.failures
 
 
 def test_which_regions_are_surveyed_again():

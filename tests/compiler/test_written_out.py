@@ -280,6 +280,32 @@ def test_how_operands_stand():
     assert found.heads == 3
 
 
+ONE_TERM = {
+    "added": (lambda s, m: s + m, True),
+    "filled": (lambda s, m: s.masked_fill(m > 0, LEAST), False),
+    "with a factor": (lambda s, m: (s + m) * 0.5, False),
+    "with heads apart": (lambda s, m: (s.view(2, 3, N, N) + m).view(6, N, N), False),
+}
+
+
+@pytest.mark.parametrize("name", ONE_TERM)
+def test_a_mask_that_is_all_that_is_done_to_scores(name):
+    """It alone may tell of documents. One that is filled in says the contrary, and others stand otherwise."""
+    change, alone = ONE_TERM[name]
+    shape = (6, N, 5) if name == "with heads apart" else (2, 3, N, 5)
+    found, _ = read(lambda q, k, v, m: change(q @ k.mT, m).softmax(-1) @ v, *torch.randn(3, *shape), torch.ones(N, N))
+    assert len(found.terms) == 1 and (found.arguments.mask is not None) == alone
+
+
+def test_a_mask_of_operands_in_another_order():
+    def fn(q, k, v, m):
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + m
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+    found, _ = read(fn, *torch.randn(3, 2, N, 3, 5), torch.ones(N, N))
+    assert any(found.orders) and len(found.terms) == 1 and found.arguments.mask is None
+
+
 def test_what_is_read_of_it():
     """Terms first to last, with the factors that come after them, and everything between operands and result."""
 

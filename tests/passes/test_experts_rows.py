@@ -4,9 +4,11 @@ from operator import setitem
 
 import pytest
 import torch
+from torch.fx import Graph
 
 from tests.support.passes.run import family
 from tests.support.passes.traced import recognized
+from tunecompile.passes.recognize.experts.ids import source
 
 PASSES = family("expert_rows")
 TOKENS, CHOICES, WIDTH = 6, 2, 4
@@ -52,6 +54,9 @@ FOUND = {
     "zeros that are filled": (there_and_back(places_of=lambda order: inverse(order, like=torch.zeros_like)), BOTH),
     "by a function": (there_and_back(total=lambda parts: torch.sum(parts, dim=1)), BOTH),
     "a list of dimensions": (there_and_back(total=lambda parts: parts.sum([1], False)), BOTH),
+    "a tuple of dimensions": (there_and_back(total=lambda parts: parts.sum((1,))), BOTH),
+    "a tuple of width": (there_and_back(total=lambda parts: parts.sum((2,))), APART),
+    "a list of width": (there_and_back(total=lambda parts: parts.sum([2])), APART),
     "a sum that keeps its dimension": (there_and_back(total=lambda parts: parts.sum(1, keepdim=True)), APART),
     "a sum of width": (there_and_back(total=lambda parts: parts.sum(2)), APART),
     "a sum of all": (there_and_back(total=lambda parts: parts.sum()), APART),
@@ -124,6 +129,16 @@ def test_other_reads(name):
     context = seen(LEFT[name], {})
     refused = ["rows are left out, or read twice"] * (name == "too many a token")
     assert [reason.partition(": ")[2] for tally in context.tallies for reason in tally.refused] == refused
+
+
+@pytest.mark.parametrize("given", [3, [1, 2], ()])
+def test_a_call_of_no_tensor_has_no_source(given):
+    graph = Graph()
+    node = graph.call_function(torch.cumsum, given if given == () else (given, 0))
+    assert source(node, torch.cumsum) is None and source(given, torch.cumsum) is None
+    x = graph.placeholder("x")
+    assert source(graph.call_function(torch.cumsum, (x, 0)), torch.cumsum, "cumsum") is x
+    assert source(graph.call_function(torch.cumprod, (x, 0)), torch.cumsum) is None and source(x, "x") is None
 
 
 def test_what_is_changed_is_no_order():

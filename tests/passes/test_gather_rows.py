@@ -1,19 +1,22 @@
 """Products that read tokens where they stand. Kernels need a GPU: here the meaning of each op stands in for them."""
 
+import importlib
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.fx import Graph
 
 from tests.support.passes.run import assert_same, random, results
 from tunecompile.compiler.backend import Backend
 from tunecompile.compiler.pass_manager import Pass
 from tunecompile.ir.op import Provider
-from tunecompile.ops import adapted_stack, gathered_lora_linear, gathered_lora_linear_backward, sum_rows
+from tunecompile.ops import adapted_stack, collect_rows, gathered_lora_linear, gathered_lora_linear_backward, sum_rows
 from tunecompile.passes import PIPELINE, lower
 
 EXPERTS, CHOICES, TOKENS, WIDTH, INNER = 4, 2, 12, 16, 8
+gather_rows = importlib.import_module("tunecompile.passes.lower.gather_rows")  # the package has the pass by that name
 READ_IN_PLACE = (gathered_lora_linear, gathered_lora_linear_backward, sum_rows)
 
 
@@ -26,6 +29,20 @@ def kernels(monkeypatch):
             return op.reference(*args)
 
         monkeypatch.setattr(op, "providers", [Provider("kernel", run, lambda *_: None)])
+
+
+def test_what_nothing_reads_is_erased_if_it_changes_nothing():
+    """A chain of a gather and its cast; not what is read, and no call of others, which may write."""
+    graph, aten = Graph(), torch.ops.aten
+    x, index = graph.placeholder("x"), graph.placeholder("index")
+    gather = graph.call_function(collect_rows.overload, (x, index))
+    graph.call_function(aten._to_copy.default, (gather,), {"dtype": torch.float32})
+    read = graph.call_function(collect_rows.overload, (x, index))
+    write = graph.call_function(aten.copy_.default, (x, read))
+    graph.output(())
+    gather_rows._erase_unread(graph)
+    assert [node for node in graph.nodes if node.op == "call_function"] == [read, write]
+    assert len(graph.find_nodes(op="placeholder")) == 2
 
 
 @pytest.fixture

@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx import Graph
 
 from tests.support.passes.functions import Siblings, lora, operands, rows_of
 from tests.support.passes.run import assert_same, check, family, random
+from tunecompile._torch.modules import linear as product
 from tunecompile.compiler.backend import Backend
 from tunecompile.passes import PIPELINE
 
@@ -28,6 +30,22 @@ SPELLINGS = [
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_matches(spelling):
     check(spelling, random(2, 3, 8), *operands(), passes=PASSES, expect={"lora_linear": 1})
+
+
+def test_what_may_be_an_adapter():
+    """The product with A, which only the one with B reads: not what is read twice, and no computed weight."""
+    graph = Graph()
+    x, w, a, b = (graph.placeholder(name) for name in "xwab")
+
+    def linear(*args):
+        return graph.call_function(product, args)
+
+    inner = linear(x, a)
+    twice, computed = linear(x, a), linear(w, a)
+    outer = linear(inner, b)
+    graph.output((outer, linear(x, w), linear(twice, b), linear(twice, w), linear(x, computed)))
+    (adapters,) = [p for p in PIPELINE if p.name == "lora"]
+    assert adapters.anchors(graph) == [inner]
 
 
 def test_linears_behind_a_function_of_another_package(monkeypatch):

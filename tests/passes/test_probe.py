@@ -90,6 +90,17 @@ def test_a_right_template_is_used(monkeypatch):
     assert error < 1e-5 and not find(report, "template-wrong")
 
 
+def test_what_a_template_refuses_is_not_tried(monkeypatch):
+    """That is no fault of its, and nothing is known of it."""
+    (template,) = gated_activation_backward.providers
+    ran = []
+    planted = dataclasses.replace(template, run=lambda *given: ran.append(given), refuses=lambda *_: "not on this GPU")
+    assert probe._try(gated_activation_backward, planted, torch.device("cpu"), torch.float32) is None
+    taken = dataclasses.replace(planted, refuses=lambda *_: None)
+    monkeypatch.setattr(probe, "arguments_of", lambda *_: None)
+    assert probe._try(gated_activation_backward, taken, torch.device("cpu"), torch.float32) is None and not ran
+
+
 def test_a_trial_is_made_once_a_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(probe.tuning_cache, "machine", lambda device: {"gpu": "a card"})

@@ -57,6 +57,10 @@ class Recorder:
         work.recompile()
         bare = [node.name for node in work.graph.nodes if node.target in OPS and "example_value" not in node.meta]
         assert not bare, f"guards of later passes find no value at {bare}"
+        for tally in context.tallies:
+            assert 0 <= tally.rewritten <= tally.found, tally
+        told, changed = {tally.family for tally in context.tallies}, {change.name for change in context.changes}
+        assert changed <= told, "these passes changed the graph and tell nothing"
         before = str(work.graph)
         canonicalize(work)
         run_stage(self.passes, "recognize", work.graph, Context("again"))
