@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from tunecompile.runtime import dynamic_shapes
-from tunecompile.runtime.dynamic_shapes import DynamicShapes
+from tunecompile.runtime.dynamic_shapes import DynamicShapes, batch_tokens
+
+
+def test_tokens_of_a_call():
+    """By its first tensor of several dimensions, whether it is given by position or by name."""
+    hidden, table = torch.zeros(2, 5, 8), torch.zeros(1, 5, 4)
+    assert batch_tokens((hidden,), {}) == batch_tokens((), {"hidden": hidden, "tables": (table, table)}) == 10
+    assert batch_tokens((torch.zeros(3, 7, 8),), {"x": None}) == 21
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tunecompile.runtime.cuda_graphs import launch_bound
-from tunecompile.runtime.cuda_graphs.launch_bound import Clock
+from tunecompile.runtime.cuda_graphs.launch_bound import SAMPLES, Clock
 
 SHARES = (1 / 12,) * 6 + (1 / 4,) * 2  #: of what a layer computes; the largest products come last
 
@@ -69,6 +69,17 @@ def test_layers_that_wait_between_calls_are_found(monkeypatch, launching, betwee
 def test_a_layer_alone_is_judged_by_its_calls(monkeypatch, computing, waiting):
     """From one beginning to the next it would be the step, whose loop waits for the device."""
     assert told(monkeypatch, Machine(1.0, 30.0, computing), layers=1).waiting is waiting
+
+
+def test_what_is_known_is_timed_no_more(monkeypatch):
+    """Nor more calls than are needed; each call runs all the same."""
+    monkeypatch.setattr(launch_bound, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    for waiting, timed in ((None, SAMPLES + 1), (False, 0), (True, SAMPLES + 1)):
+        clock, ran = Clock(Machine(1.0, 0.5, 0.5)), []
+        clock.waiting = waiting
+        for number in range(SAMPLES + 3):
+            assert clock.time(lambda inputs: ran.append(inputs) or "result", [number], None, 0) == "result"
+        assert len(clock.calls) == timed and ran == [[number] for number in range(SAMPLES + 3)]
 
 
 def test_nothing_is_told_until_the_device_has_answered(monkeypatch):

@@ -12,6 +12,7 @@ from torch.fx import Graph
 from tests.support.heads import TOKENS, WIDTH, WORDS, deferred, head_of, linear, states
 from tests.support.notes import has
 from tunecompile._torch import modules
+from tunecompile.errors import NoGradient
 from tunecompile.notes import note
 from tunecompile.ops import lora_linear
 from tunecompile.runtime.loss_head import gradients, linear_head, losses
@@ -173,6 +174,20 @@ def test_autocast_is_asked_on_the_device_of_the_logits(monkeypatch):
         for function in (F.cross_entropy, torch.log_softmax):
             assert result_dtype(function, torch.float32, "cuda") is torch.float32
     losses._under_autocast.cache_clear()
+
+
+def backward(losses, inputs):
+    torch.autograd.backward(losses, inputs=inputs)
+
+
+@pytest.mark.parametrize("differentiate", [torch.autograd.grad, backward])
+@pytest.mark.parametrize("several", [False, True])
+def test_gradients_at_logits_that_were_never_made(differentiate, several):
+    """They would be none, or zero."""
+    logits = deferred(head_of(linear()), states())
+    loss = F.cross_entropy(logits.flatten(0, 1), torch.ones(2 * TOKENS, dtype=torch.int64))
+    with pytest.raises(NoGradient, match=differentiate.__name__):
+        differentiate([loss, loss] if several else loss, [logits])
 
 
 # -- hooks of engines ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """What layers save comes back as it was, under any loop; host memory is bounded and empty in the end. On a CPU, with real copies."""
 
 import weakref
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tests.support.memory.copy_engine import HostCopyEngine
 from tests.support.memory.offload_stack import Stack, empty, files, inputs, make_offload, offloaded, plain, run, wrap
 from tunecompile.errors import ModifiedInPlace
 from tunecompile.runtime.memory.host.pinned_pool import GRANULE
-from tunecompile.runtime.memory.offload import Offload
+from tunecompile.runtime.memory.offload import Offload, _give_back
 
 CPU = torch.device("cpu")
 
@@ -167,6 +169,10 @@ def test_forward_without_backward_frees_everything():
     assert equal_bits(run(stack, inputs()), plain(inputs()))
 
 
+def on_device(offload) -> bool:
+    return any(block.device is not None for block in offload.blocks.values())
+
+
 def test_part_of_the_backward():
     offload = make_offload()
     stack, reference = offloaded(offload), Stack()
@@ -177,7 +183,9 @@ def test_part_of_the_backward():
     assert all(
         map(torch.equal, mine, torch.autograd.grad(expected, list(reference.layers[4].parameters()), retain_graph=True))
     )
+    assert on_device(offload)
     offload.begin_step()
+    assert not on_device(offload)
     loss.backward()
     expected.backward()
     assert all(map(torch.equal, stack.gradients(), reference.gradients()))
@@ -279,7 +287,18 @@ def test_only_the_last_two_layers_wait_on_the_device():
         kept.append(sum(block.device is not None for block in offload.blocks.values()))
     assert kept == [2, 4, 4, 2, 2]  # each saves two storages; layer 3 keeps everything
     offload.settle()
-    assert not any(block.device is not None for block in offload.blocks.values())
+    assert not on_device(offload)
+
+
+def test_memory_is_given_back_behind_its_last_copy():
+    """Else the next owner's bytes could be under way at once: both on the device and on the host."""
+    told = []
+    copier = SimpleNamespace(wait=lambda mark, device: told.append(("wait", mark, device)))
+    store = SimpleNamespace(give=lambda stay: told.append(("give", stay)))
+    dead = deque([("first", "on the device", "mark"), ("second", None, "mark"), ("third", "on the device", None)])
+    _give_back(dead, store, copier)
+    assert told == [("wait", "mark", "on the device"), *(("give", stay) for stay in ("first", "second", "third"))]
+    assert not dead
 
 
 def test_prefetch_comes_two_layers_ahead():

@@ -38,6 +38,17 @@ def test_limits_that_are_no_power_of_two():
     assert sizes == [16, 16, 8, 4]
 
 
+def test_a_block_is_of_one_piece_where_one_is_long_enough():
+    """A copy for each piece: small gaps before it are left."""
+    pool = PinnedPool(64, lambda n: torch.empty(n, dtype=torch.uint8), granule=4, slab=64)
+    first, _, third, _ = (pool.take(n) for n in (4, 4, 12, 4))
+    pool.give(first)
+    pool.give(third)
+    found = pool.take(12)
+    assert [piece.numel() for piece in found.pieces] == [12] and found.extents == third.extents
+    assert [piece.numel() for piece in pool.take(44).pieces] == [4, 40], "the gap and the rest, where none is"
+
+
 def test_available_memory_is_known():
     assert available() > 1 << 20
 

@@ -187,6 +187,14 @@ def test_the_device_that_is_full():
     assert found.full(unnamed) is last and found.full(torch.OutOfMemoryError(MEMORY.format(0))) is first
 
 
+def test_devices_of_the_layers():
+    """Those that budgets are for; without any, all that layers are on."""
+    cpu, first, last = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+    slots = [types.SimpleNamespace(device=device) for device in (first, None, last, first)]
+    assert recovery(slots=slots).devices() == [first, last]
+    assert recovery(Budget(0), Budget(1), slots=slots).devices() == [cpu]
+
+
 def test_a_step_that_others_would_have_to_repeat():
     budget = Budget(0)
     found = recovery(budget)
