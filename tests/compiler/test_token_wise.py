@@ -125,6 +125,7 @@ APART = {
     "attention, tokens first": tokens_first(attention_of_tokens_first),
     "attention of torch's modules": tokens_first(attention_of_torchs_modules),
     "linear and norm, tokens first": tokens_first(lambda x: F.layer_norm(F.linear(x, LINEAR), (WIDTH,)).softmax(-1)),
+    "one number a token": lambda x: x.sum(-1),
     "zeros": lambda x: torch.zeros_like(x) + x.new_ones(x.shape[1], 1) * x,
 }
 

@@ -297,6 +297,12 @@ def test_a_mask_that_is_all_that_is_done_to_scores(name):
     assert len(found.terms) == 1 and (found.arguments.mask is not None) == alone
 
 
+@pytest.mark.parametrize("divisor, scale", [(4, 0.25), (1, 1.0), (0, None), (0.0, None)])
+def test_scores_that_are_divided(divisor, scale):
+    found, _ = read(lambda q, k, v: (q @ k.mT / divisor).softmax(-1) @ v, *torch.randn(3, 2, 3, N, 5))
+    assert (found and found.arguments.scale) == scale
+
+
 def test_a_mask_of_operands_in_another_order():
     def fn(q, k, v, m):
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + m

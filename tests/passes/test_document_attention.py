@@ -1,8 +1,11 @@
 """Attention under a document mask reads offsets; under any other it stays."""
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx import Graph
 
 from tests.support.passes.run import check, family, random
 from tests.support.passes.traced import traced
@@ -230,6 +233,14 @@ NOT_REPEATED = {
 @pytest.mark.parametrize("name", NOT_REPEATED)
 def test_keys_that_were_not_repeated_stay(name):
     node = traced(NOT_REPEATED[name], torch.randn(2, 3, 5, 4)).graph.output_node().args[0]
+    assert unrepeated(node) is node
+
+
+def test_a_part_of_several_results_was_not_repeated():
+    graph = Graph()
+    apart = graph.call_function(operator.getitem, (pair := graph.placeholder("pair"), 0))
+    node = graph.call_method("reshape", (graph.call_method("expand", (apart, 2, 3, 2, 5, 4)), 2, 6, 5, 4))
+    pair.meta["example_value"] = (torch.empty(2, 3, 1, 5, 4), None)
     assert unrepeated(node) is node
 
 

@@ -1,12 +1,28 @@
 """Bytes at the peak of small graphs, counted by hand."""
 
+from operator import getitem
+
 import torch
+from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tunecompile.planner.liveness import extent
+from tunecompile.planner.liveness import _member, extent
 
 N = 64
 SQUARE = N * N * 4
+
+
+def test_what_a_kernel_writes_is_where_it_is_written():
+    """A result of a Triton kernel's call is known by the argument's name; inputs are not of this graph's memory."""
+    graph = Graph()
+    given, made = graph.placeholder("given"), graph.call_function(torch.neg, (graph.placeholder("x"),))
+    arguments = {"first": made, "second": given, "third": 3}
+    call = graph.call_function(torch.sin, (), {"kwargs": arguments})
+    results = {name: graph.call_function(getitem, (call, name)) for name in (*arguments, "fourth")}
+    roots = {made: "memory", given: None}
+    found = {name: _member(node, roots) for name, node in results.items()}
+    assert found.pop("first") == "memory" and found == {name: results[name] for name in found}
+    assert _member(results["first"], {}) is results["first"], "nothing is known of where it stands"
 
 
 def peak(fn, count=2):

@@ -1,10 +1,12 @@
 """What is compiled again and again, is too large or takes too long, goes on operation by operation, and the report says why."""
 
+import contextlib
 import copy
 import gc
 import io
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tests.support.compare import assert_same_step
 from tests.support.models.pairs import pair
 from tests.support.notes import find, has
 from tunecompile.compiler.backend import Backend
+from tunecompile.runtime import variant
 from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -141,6 +144,25 @@ def test_the_collector_waits_while_layers_compile(wanted, monkeypatch):
     finally:
         gc.enable() if before else gc.disable()
     assert seen == [False, False]
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("change", [False, True])
+def test_integers_of_modules_are_symbols_where_they_change(ran, change, monkeypatch):
+    """And until a variant ran, what is compiled is watched, and the collector waits."""
+    entered = []
+
+    def context(name):
+        return lambda *given: contextlib.nullcontext(entered.append(name))
+
+    for name in ("integers_may_change", "also_watching", "uncollected"):
+        monkeypatch.setattr(variant, name, context(name))
+    monkeypatch.setattr(variant, "call_whole", lambda compiled, layer, *args, **kwargs: (compiled, layer, args, kwargs))
+    made = SimpleNamespace(ran=ran, integers_change=change, _compiled="code", _met=None)
+    assert variant.Variant._run(made, "layer", 1, a=2) == ("code", "layer", (1,), {"a": 2})
+    assert sorted(entered) == ["also_watching"] * (not ran) + ["integers_may_change"] * change + ["uncollected"] * (
+        not ran
+    )
 
 
 def test_a_number_of_the_host_that_changes_with_each_batch():
