@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tunecompile._torch.dynamo import mark_dynamic
 from tunecompile.compiler.partitioner import copied
 from tunecompile.compiler.token_wise import why_not_token_wise
-from tunecompile.ops import document_mask
+from tunecompile.ops import document_mask, short_convolution
 
 WIDTH, HEADS = 12, 3
 LINEAR, TABLE = torch.randn(WIDTH, WIDTH), torch.randn(20, WIDTH)
@@ -207,6 +207,31 @@ def test_the_operation_and_its_line_are_named():
 )
 def test_why_a_layer_stays_as_it_is(layer, code):
     assert reason(layer).code == code
+
+
+def convolved(x, document_offsets):
+    return short_convolution(x, torch.ones(WIDTH, 3), None, document_offsets, False)
+
+
+def told_otherwise(x, boundaries):
+    return short_convolution(x, torch.ones(WIDTH, 3), None, boundaries, False)
+
+
+@pytest.mark.parametrize("layer, apart", [(convolved, True), (told_otherwise, False)])
+def test_ops_that_are_told_of_documents(layer, apart):
+    """They keep tokens apart where their documents are those of the row: a collator's count padding."""
+    found = []
+
+    def backend(gm, inputs):
+        found.append(why_not_token_wise(gm))
+        return gm.forward
+
+    row, offsets = torch.randn(1, 8, WIDTH), torch.tensor([0, 3, 8]).int()
+    mark_dynamic(row, 1)
+    mark_dynamic(offsets, 0)
+    torch._dynamo.reset()
+    torch.compile(layer, backend=backend, fullgraph=True)(row, offsets)
+    assert (found[0] is None) is apart, found
 
 
 def graph_of(layer, change):

@@ -9,7 +9,7 @@ from torch import nn
 from tests.support.notes import has
 from tunecompile.errors import NothingFits, RankLost, StepLost
 from tunecompile.notes import note
-from tunecompile.runtime.memory import oom_recovery
+from tunecompile.runtime.memory import oom_recovery, recompute_call
 from tunecompile.runtime.memory.across_ranks import RankPlans
 from tunecompile.runtime.memory.oom_recovery import Recovery, helps, sharded
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
@@ -286,3 +286,44 @@ def test_random_numbers_and_autocast_are_those_of_a_moment():
         assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16
         assert not torch.is_autocast_cache_enabled()
     assert torch.equal(torch.get_rng_state(), before) and not torch.is_autocast_enabled("cpu")
+
+
+class Repeated:
+    """A layer's call whose gradients fail so often; it notes each time that its forward runs again."""
+
+    def __init__(self, found, fails, repeatable=True):
+        self.recovery, self.fails, self.repeatable = found, fails, repeatable
+        self.slot = types.SimpleNamespace(budget=found.budgets[0])
+        self.edges, self.repeats, self.seen = "the first graph", [], []
+
+    def _repeat(self, given):
+        self.repeats.append(given)
+        self.edges = f"graph {len(self.repeats)}"
+
+    def _gradients(self, grads):
+        self.seen.append(self.edges)
+        if len(self.seen) <= self.fails:
+            raise torch.OutOfMemoryError(MEMORY.format(0))
+        return grads
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_backward_that_ran_out_of_memory_begins_with_its_forward(keeps, monkeypatch):
+    """A part of its graph is used up, and the rest of it would take the room that the smaller plan made."""
+    monkeypatch.setattr(recompute_call, "keeps_graph", lambda: keeps)
+    found = recovery(Budget(0, smaller=2))
+    found.open = 3
+    call = Repeated(found, 2)
+    assert recompute_call.RecomputeCall.backward(call, lambda: "given", "gradients") == "gradients"
+    assert call.seen == ["the first graph", "graph 1", "graph 2"] and call.repeats == ["given"] * 2
+    assert found.budgets[0].retreats == [2048, None] and found.open == 2, "then for as little as possible"
+    assert call.edges == ("graph 2" if keeps else None)
+
+
+@pytest.mark.parametrize("smaller, repeatable", [(0, True), (1, False)])
+def test_a_backward_that_nothing_helps_gives_up(smaller, repeatable):
+    found = recovery(Budget(0, smaller=smaller))
+    call = Repeated(found, 9, repeatable)
+    with pytest.raises(NothingFits):
+        recompute_call.RecomputeCall.backward(call, lambda: "given", "gradients")
+    assert len(call.seen) <= 3
