@@ -1,16 +1,20 @@
 """What happens at the beginning of a step, one part at a time: caches, budgets, what is told. No model runs."""
 
+import functools
 import logging
 import types
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from tests.support.notes import logged
+from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.parts import memory
+from tunecompile.runtime.parts.checkpointing import Checkpointing
 from tunecompile.runtime.parts.layers import EntryHook
-from tunecompile.runtime.parts.memory import MemoryBudget
+from tunecompile.runtime.parts.memory import MemoryBudget, OomRecovery
 from tunecompile.runtime.step import Step
 
 
@@ -145,3 +149,80 @@ def test_memory_that_runs_out_without_a_budget_is_told_once(caplog):
                 each.telling(full)
             assert logged(caplog.records) == ([] if each is planned else ["no-budget"])
     assert step.telling(lambda: 3) == 3 and not planned.full
+
+
+@pytest.mark.parametrize("setting, recovers", [(None, False), ("2GiB", True)])
+def test_steps_are_repeated_where_there_is_a_budget(setting, recovers):
+    """Else an error is torch's own."""
+    state = Began(memory=setting, setting=setting)
+    OomRecovery().attach(state)
+    assert (state.step.recovery is not None) is recovers
+
+
+# -- checkpoints of the user's --------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.gradient_checkpointing, self._gradient_checkpointing_func = True, function
+
+
+def with_more(function, *args):
+    """It does more than checkpoint: it moves what is saved to the host, say."""
+    return function(*args)
+
+
+def checkpointed(*layers, **options):
+    state = Began(**options)
+    state.stacks, state.slots = [layers], [types.SimpleNamespace(layer=layer) for layer in layers]
+    made = Checkpointing()
+    made.follow(state, state.slots)
+    return state, made
+
+
+def test_checkpoints_of_layers_are_followed_and_put_back():
+    plain = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+    layers = Layer(plain), Layer(with_more), nn.Linear(1, 1)
+    state, made = checkpointed(*layers)
+    assert [slot.checkpoint for slot in state.slots] == [True, False, False]
+    assert [slot.checkpointed_by for slot in state.slots] == [None, with_more, None]
+    assert [note.code for note in made.notes(state)] == ["custom-checkpointing"]
+    through = layers[0]._gradient_checkpointing_func
+    made.follow(state, state.slots)
+    assert layers[0]._gradient_checkpointing_func is through and through is not plain
+    made.detach(state)
+    assert [layer._gradient_checkpointing_func for layer in layers[:2]] == [plain, with_more]
+
+
+def test_under_a_budget_no_function_is_called_around_layers():
+    """The plan says what is saved."""
+    state, made = checkpointed(Layer(with_more), memory="2GiB")
+    assert state.slots[0].checkpoint and state.slots[0].checkpointed_by is None and made.notes(state) == []
+
+
+def test_a_function_around_a_layer_is_given_its_call():
+    seen = []
+
+    def around(run, *args):
+        seen.append(args)
+        return run(*args)
+
+    slot = types.SimpleNamespace(checkpointed_by=around, compiled=lambda args, kwargs: ("compiled", args, kwargs))
+    assert LayerSlot._trained(slot, (1, 2), {"a": 3}) == ("compiled", (1, 2), {"a": 3}) and seen == [(1, 2)]
+
+
+def test_a_layer_whose_weights_an_engine_places_runs_inside_of_it():
+    class Placement:
+        def call(self, run, args, kwargs):
+            return "placed", run(args, kwargs)
+
+    back = []
+    slot = types.SimpleNamespace(placement=None, states=types.SimpleNamespace(put_back=lambda: back.append(1)))
+    slot._compiled = lambda args, kwargs, finish: (args, kwargs, finish)
+    ran = (1,), {"a": 2}, "finish"
+    assert LayerSlot.compiled(slot, *ran) == ran and not back
+    slot.placement = Placement()
+    assert LayerSlot.compiled(slot, *ran) == ("placed", ran) and back == [1]
+    slot.states = None
+    assert LayerSlot.compiled(slot, *ran) == ("placed", ran)

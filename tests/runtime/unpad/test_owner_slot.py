@@ -68,12 +68,15 @@ def unpadding(**step):
     return Unpadding(Owner(), tuple, Step(**step))
 
 
-def test_a_forward_whose_padding_nobody_removed_is_its_own():
+def test_a_forward_whose_padding_nobody_removed_is_its_own(monkeypatch):
     """Before any step, scores keep their padding, and what was left out before says nothing of them."""
     made = unpadding()
     made.flat = True
+    monkeypatch.setattr(made, "_run", lambda *_: "without padding")
     with torch.no_grad():
         assert made.score((X,), {"use_cache": False}) == 1 and made.flat is False
+        made.flattened, made.flat = 3, True
+        assert made.score((X,), {"use_cache": True}) == 1 and made.flat is False, "it generates"
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -42,6 +42,14 @@ def count(graph: Graph) -> Counter:
     return Counter(OPS[node.target].name for node in graph.nodes if node.target in OPS)
 
 
+def assert_told(context: Context) -> None:
+    """Passes that changed a graph say so, and none rewrote more than it found."""
+    for tally in context.tallies:
+        assert 0 <= tally.rewritten <= tally.found, tally
+    told, changed = {tally.family for tally in context.tallies}, {change.name for change in context.changes}
+    assert changed <= told, f"{changed - told} changed the graph and tell nothing"
+
+
 class Recorder:
     """A backend that canonicalises, recognises, checks the graph, checks that a second run changes nothing, and interprets it."""
 
@@ -57,10 +65,7 @@ class Recorder:
         work.recompile()
         bare = [node.name for node in work.graph.nodes if node.target in OPS and "example_value" not in node.meta]
         assert not bare, f"guards of later passes find no value at {bare}"
-        for tally in context.tallies:
-            assert 0 <= tally.rewritten <= tally.found, tally
-        told, changed = {tally.family for tally in context.tallies}, {change.name for change in context.changes}
-        assert changed <= told, "these passes changed the graph and tell nothing"
+        assert_told(context)
         before = str(work.graph)
         canonicalize(work)
         run_stage(self.passes, "recognize", work.graph, Context("again"))

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg, symbolic_trace
 
-from tests.support.passes.run import assert_same, count, results
+from tests.support.passes.run import assert_same, assert_told, count, results
 from tunecompile.compiler.pass_manager import Context, Pass, run_stage
 from tunecompile.ir.canonicalize import canonicalize
 
@@ -46,6 +46,7 @@ def recognized(fn: Callable, *args: torch.Tensor, passes: Sequence[Pass], expect
     """(The graph after passes, the context); its results and gradients are the function's. `expect`: ops in it."""
     gm, context = traced(fn, *args), Context("test")
     run_stage(passes, "recognize", gm.graph, context)
+    assert_told(context)
     gm.graph.lint()
     gm.recompile()
     ours, theirs = results(gm, args), results(fn, args)
