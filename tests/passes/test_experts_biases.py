@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.passes.run import family
+from tests.support.passes.run import assert_told, family
 from tests.support.passes.traced import traced
 from tunecompile.compiler.pass_manager import Context, run_stage
 from tunecompile.ops import grouped_lora_linear
@@ -52,6 +52,7 @@ def seen(fn, biases=EXPERTS, dtype=torch.bfloat16):
     x, up, bias, scores = (torch.randn(shape).bfloat16() for shape in half)
     gm, context = traced(fn, x, up, bias.to(dtype), scores), Context("test")
     run_stage(PASSES, "recognize", gm.graph, context)
+    assert_told(context)
     gm.graph.lint()
     (product,) = [node for node in gm.graph.nodes if node.target is grouped_lora_linear.overload]
     bias = product.args[grouped_lora_linear.parameters.index("bias")]
