@@ -31,6 +31,8 @@ def run(graph: Graph, context: Context) -> None:
     written = _written(graph)
     for node in _views_of_inputs(graph, written, backward):
         _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+    for node in _written_out(graph, written, backward):
+        _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
     for place in written:
         for reader in _readers(place, backward):
             _tag(reader, CheckpointPolicy.MUST_SAVE)
@@ -110,6 +112,34 @@ def _views_of_inputs(graph: Graph, written: set[Node], backward: set[Node]) -> l
             sources.add(node)
             found.append(node)
     return found
+
+
+def _written_out(graph: Graph, written: set[Node], backward: set[Node]) -> list[Node]:
+    """Numbers in place of an input of bools: a mask, as attention adds it to scores.
+
+    Min-cut saves them in each layer, twice or four times as large as the mask, which all layers share.
+    """
+    inputs = set(graph.find_nodes(op="placeholder")) - written
+    sources, found = {node for node in inputs if _dtype(node) is torch.bool}, []
+    for node in graph.nodes:
+        if node.op != "call_function" or node in backward or not isinstance(node.args[0], Node):
+            continue
+        given, *others = node.all_input_nodes
+        chosen = node.target is torch.ops.aten.where.self and node.args[0] in sources and not any(map(_sizes, others))
+        carried = returns_view(node.target) or node.target is torch.ops.aten.constant_pad_nd.default
+        if chosen or (carried and given in found):
+            found.append(node)
+        elif returns_view(node.target) and given in sources:
+            sources.add(node)
+    return found
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _sizes(node: Node) -> tuple:
+    return tuple(getattr(node.meta.get("val"), "shape", (None,)))
 
 
 def _written(graph: Graph) -> set[Node]:

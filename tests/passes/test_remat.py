@@ -114,6 +114,28 @@ def test_what_extends_a_value_that_is_made_again():
     assert not remat._extends_recomputed(valued(graph, aten.sin.default, made, shape=(0,)))
 
 
+def test_a_mask_that_is_written_out_is_made_again():
+    """From the bools that all layers share; not what is computed of bools of the layer's own, or written to."""
+    graph, bools = Graph(), dict(dtype=torch.bool)
+    mask, changed, x = (graph.placeholder(name) for name in ("mask", "changed", "x"))
+    for node, dtype in ((mask, torch.bool), (changed, torch.bool), (x, torch.float32)):
+        node.meta["val"] = torch.empty(8, 8, dtype=dtype, device="meta")
+    zero, least = (valued(graph, aten.full.default, [], value, shape=()) for value in (0.0, -1e9))
+    view = valued(graph, aten.view.default, mask, [1, 8, 8], shape=(1, 8, 8), **bools)
+    own = valued(graph, aten.gt.Scalar, x, 0, **bools)
+    made = [valued(graph, aten.where.self, place, zero, least) for place in (mask, view)]
+    made.append(valued(graph, aten.constant_pad_nd.default, made[0], [0, 8], shape=(8, 16)))
+    made.append(valued(graph, aten.expand.default, made[2], [2, 8, 16], shape=(2, 8, 16)))
+    for place, *values in ((own, zero, least), (changed, zero, least), (mask, x, least), (mask, zero, x)):
+        valued(graph, aten.where.self, place, *values)
+    valued(graph, aten.add.Tensor, made[0], x)
+    back = valued(graph, aten.where.self, mask, zero, least)
+    graph.output((x,))
+    assert remat._written_out(graph, {changed}, {back}) == made
+    remat.run(graph, Context("layer", KEEP))
+    assert all(node.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE for node in made)
+
+
 @pytest.mark.parametrize("followed, policy", [(KEEP, "MUST_SAVE"), (RECOMPUTE, "MUST_RECOMPUTE")])
 def test_the_forward_alone_has_tags(followed, policy):
     graph = Graph()
