@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tunecompile._torch.dynamo import mark_dynamic
 from tunecompile.compiler.partitioner import copied
-from tunecompile.compiler.token_wise import why_not_token_wise
+from tunecompile.compiler.token_wise import hands_on, why_not_token_wise
 from tunecompile.ops import document_mask, short_convolution
 
 WIDTH, HEADS = 12, 3
@@ -203,6 +203,9 @@ def test_the_operation_and_its_line_are_named():
     [
         (lambda x, m: joined(attention(x, m, dropout_p=0.1)), "attention-dropout"),
         (lambda x: (x, x.view(-1, WIDTH)), "output-holds-more"),
+        (lambda x: (x, split(x).transpose(0, 1)), "output-holds-more"),
+        (lambda x: (x, split(x).transpose(2, 3)), "output-holds-more"),
+        (lambda x: (x, split(x).squeeze(0)), "output-holds-more"),
     ],
 )
 def test_why_a_layer_stays_as_it_is(layer, code):
@@ -269,3 +272,21 @@ def as_a_number(gm):
 def test_real_weights_and_numbers_are_understood(change):
     """Each token meets them by itself."""
     assert why_not_token_wise(graph_of(lambda x, w: x * w, change)) is None
+
+
+def test_heads_that_a_layer_hands_on_are_counted():
+    """Keys and values beside its result, which the caller has to find again; no weights, nor what has no heads."""
+    found = []
+
+    def backend(gm, inputs):
+        found.append(hands_on(gm))
+        return gm.forward
+
+    def keys(x):
+        weights = split(x) @ split(x).transpose(2, 3)
+        return x, split(x), split(x * 2), weights, x[:, :, None, None, 0] * LINEAR[:1], LINEAR[None, None]
+
+    row = torch.randn(1, 8, WIDTH)
+    mark_dynamic(row, 1)
+    torch.compile(keys, backend=backend, fullgraph=True)(row)
+    assert found == [2] and reason(lambda x: (x, split(x))) is None

@@ -9,13 +9,14 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
+from tests.support.matrix.families import EMBEDDED
 from tunecompile.errors import BadBatchShape, CannotEstimate, UnknownBudget, UnknownGpu
 from tunecompile.estimate import dry_run
 from tunecompile.planner.device_memory import MARGIN
 from tunecompile.runtime.memory.accounting import MemoryAccounting
 from tunecompile.runtime.unpad.pair_masks import MaskCell
 
-pytest.importorskip("transformers")
+tf = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 SHAPE, LAYERS = (2, 16), 4
 
@@ -374,6 +375,17 @@ def test_windows_of_long_rows_make_no_mask(monkeypatch):
     counted = tunecompile.estimate(model, (2, 512)).activations
     monkeypatch.setattr(dry_run, "mask_in", lambda *_: None)
     assert counted - tunecompile.estimate(model, (2, 512)).activations == 2 * 512 * 512
+
+
+@pytest.mark.slow
+def test_layers_that_share_keys_are_estimated():
+    """The one that writes them is skipped, since another of its kind was surveyed, and hands them on all the same."""
+    if not hasattr(tf, "Gemma4TextConfig"):
+        pytest.skip("a later transformers has it")
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6}
+    model = zoo.make("gemma4", **{**EMBEDDED, **kinds, "num_kv_shared_layers": 1, "use_cache": False})
+    estimate = tunecompile.estimate(zoo.adapt(model).train(), SHAPE)
+    assert estimate.activations > 0 and sum(plan["layers"] for plan in estimate.plans) == 6, estimate
 
 
 @pytest.mark.slow

@@ -5,9 +5,11 @@ import torch
 
 import tunecompile
 from tests.support import zoo
+from tests.support.matrix.families import EMBEDDED
 from tunecompile.cli.compare.meters import count_saved_bytes
+from tunecompile.runtime.unpad import pair_masks
 
-pytest.importorskip("transformers")
+tf = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 ROWS, LENGTH = 2, 16
 
@@ -43,6 +45,23 @@ def test_one_value_is_saved_between_the_linears_of_an_mlp(family, width):
         model(**zoo.batch(rows=ROWS, length=LENGTH)).loss.backward()
         saved.append(tunecompile.report(model).regions[0].saved_bytes[-1])
     assert saved[1] - saved[0] == ROWS * LENGTH * 128 * 4
+
+
+@pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["read", "recorded"])
+def test_masks_of_windows_are_saved_once(long, monkeypatch):
+    """The bools that layers share, and no numbers of each layer's own; in long rows, nothing that grows faster."""
+    if not hasattr(tf, "Gemma4TextConfig"):
+        pytest.skip("a later transformers has it")
+    more = {"sliding_window": 8, "use_cache": False, **EMBEDDED}
+    model = tunecompile.optimize(zoo.adapt(zoo.make("gemma4", **more)).train(), executor="eager")
+    if long:
+        monkeypatch.setattr(pair_masks, "LONG", 1)
+    lengths = (64, 128, 256)
+    few, some, many = (
+        count_saved_bytes(model, lambda: model(**zoo.batch(rows=1, length=length)).loss) for length in lengths
+    )
+    grows = (many - some) - 2 * (some - few)  # nothing, if bytes are some number of them for each token
+    assert abs(grows - (0 if long else 256**2 + 2 * 64**2 - 3 * 128**2)) < 1024
 
 
 def test_weights_are_saved_themselves_and_not_as_views():

@@ -95,10 +95,10 @@ def _inputs(gm: GraphModule, tokens: Any) -> list[Any]:
     """The graph's inputs, as fake tensors of `TOKENS` tokens in the place of the symbol.
 
     Where a graph holds two rows and never compares them, each has a symbol of its own: what a decoder's layer is given
-    of its encoder, say, whose tokens it must not mix either.
+    of its encoder, say, whose tokens it must not mix either, or keys of another layer.
     """
-    values = map(value, gm.graph.find_nodes(op="placeholder"))
-    rows = [v.shape[1] for v in values if isinstance(v, Tensor) and v.dim() > 1 and v.shape[0] == 1]
+    values = [*map(value, gm.graph.find_nodes(op="placeholder"))]
+    rows = [n for v in values if isinstance(v, Tensor) and v.dim() > 1 and v.shape[0] == 1 for n in v.shape[1:3]]
     symbols = [tokens, *(size for size in rows if not isinstance(size, int))]
 
     def size(given: Any) -> int:
@@ -157,8 +157,22 @@ class _Reader(Interpreter):
 
     def _look_at_outputs(self, node: Node) -> None:
         for made in tree_leaves(self.map_nodes_to_values(node.args[0], node)):
-            if isinstance(made, Tensor) and tokens_of(made) and not (made.dim() > 1 and tokens_of(made) == [1]):
+            tokens = tokens_of(made) if isinstance(made, Tensor) else []
+            heads = tokens == [2] and _has_heads(made) and not _has_rows_behind(made)
+            if tokens and not heads and (tokens != [1] or made.shape[0] != 1):
                 raise NotTokenWise(note("output-holds-more"))
+
+
+def hands_on(gm: GraphModule) -> int:
+    """How many tensors [1, H, N, D] a graph for a row of documents returns: keys that other layers read, perhaps."""
+    made = [value(each) for node in gm.graph.find_nodes(op="output") for each in node.all_input_nodes]
+    shapes = [each.shape for each in made if _has_heads(each)]  # attention weights have tokens twice, and are not read
+    return sum(isinstance(shape[2], torch.SymInt) and isinstance(shape[3], int) for shape in shapes)
+
+
+def _has_heads(given: Any) -> bool:
+    """Whether it may be keys or values: [1, H, N, D]."""
+    return isinstance(given, Tensor) and given.dim() == 4 and isinstance(given.shape[0], int) and given.shape[0] == 1
 
 
 #: ops that keep documents apart, where they are told of them -> the place of that argument

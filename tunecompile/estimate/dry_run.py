@@ -11,6 +11,7 @@ import contextlib
 import copy
 import inspect
 import math
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,6 +46,7 @@ from tunecompile.runtime.unpad.decision import refused_now
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.given_masks import mask_in
+from tunecompile.runtime.unpad.handed_on import RowCall
 from tunecompile.runtime.unpad.pair_masks import PairMask, identity
 from tunecompile.runtime.variant import Variant
 
@@ -78,7 +80,7 @@ class TraceOnlySlot:
         slot: LayerSlot,
         planner: DryRunPlanner,
         fakes: FakeTensorMode,
-        seen: dict[tuple, tuple[SurveyBackend, Any]],
+        seen: dict[tuple, tuple[SurveyBackend, Variant, Any]],
     ):
         self.slot, self.planner, self.fakes, self.seen = slot, planner, fakes, seen
         self.padding = slot.padding
@@ -89,9 +91,11 @@ class TraceOnlySlot:
         args, kwargs, _ = self.slot.differentiable(args, kwargs)
         if (found := _as_documents(self.slot, args, kwargs)) is not None:
             flat, mask = found
-            if (entered := flat.enter(args, kwargs, mask, keep=False)) is not None:
+            if (row := RowCall.of(flat, mask, args, kwargs, keep=False)) is not None:
                 try:
-                    return flat.leave(self._survey(*entered, flat=True), keep=False)
+                    output = self._survey(row.args, row.kwargs, flat=True)
+                    row.hand_on(None, None)
+                    return flat.leave(output, keep=False)
                 except NotTokenWise:
                     pass  # the layer runs on the batch as it comes
         if (mask := mask_in(args, kwargs)) is not None:
@@ -105,9 +109,11 @@ class TraceOnlySlot:
         if flat:  # the graph's number of tokens is a symbol, as in a training step: by it, this is known to be right
             mark_flat(tensors, sizes[1])
         self.planner.tokens = self.planner.tokens or math.prod(sizes)
-        backend, output = self.seen.get((id(region), sizes), (None, None))
+        backend, variant, output = self.seen.get((id(region), sizes), (None, None, None))
         known = id(region) in self.planner.candidates  # if not: nothing in the layers before was trained
         if backend is not None and known:
+            if any(isinstance(value, (dict, UserDict)) for value in (*args, *kwargs.values())):
+                return variant.call(self.slot.layer, *args, **kwargs)  # it may write there what later layers read
             return _blank(output, self.fakes)
         backend = SurveyBackend(
             region.name,
@@ -121,7 +127,7 @@ class TraceOnlySlot:
         alone = CompiledAs(object(), object())  # nothing that it compiles is another's
         variant = Variant(region.name, backend, CompileEffort(region.name), alone, flat)  # Dynamo holds it weakly
         output = variant.call(self.slot.layer, *args, **kwargs)
-        self.seen[id(region), sizes] = backend, output
+        self.seen[id(region), sizes] = backend, variant, output
         return output
 
     def note_eager(self) -> None:
@@ -222,7 +228,7 @@ def rehearse(
     cuda = device.type == "cuda"
     device = device if cuda else torch.device("cpu")
     rehearsal = _planner(stage, spec, ledger, device, gpu, thorough)
-    seen: dict[tuple, tuple[SurveyBackend, Any]] = {}
+    seen: dict[tuple, tuple[SurveyBackend, Variant, Any]] = {}
     for slot in stage.slots:
         fill(slot.layer, TraceOnlySlot(slot, rehearsal, fakes, seen))
     for slot in stage.norms:
@@ -242,7 +248,7 @@ def rehearse(
             )  # outside the fakes' mode: positions are real numbers, and tell the model that nothing needs a dense mask
     except Exception as error:  # of what comes behind the layers, perhaps
         failure = error
-    said = [*rehearsal.notes, *(said for backend, _ in seen.values() for said in backend.failures)]
+    said = [*rehearsal.notes, *(said for backend, *_ in seen.values() for said in backend.failures)]
     left = list(
         {
             id(slot.region): slot.region.name for slot in stage.slots if id(slot.region) not in rehearsal.candidates
@@ -251,7 +257,7 @@ def rehearse(
     if rehearsal.admitted is None or (left and failure is not None):
         reasons = said or [summary(failure) if failure else "the model calls no layer that is trained"]
         raise CannotEstimate(model=name, reason=reasons[0]) from failure
-    unfused = any(backend.attends for backend, _ in seen.values()) and not rehearsal.attends
+    unfused = any(backend.attends for backend, *_ in seen.values()) and not rehearsal.attends
     absent = []
     if not cuda and (gpu is None or not has_triton()):
         absent = [note("traced-on-cpu" if gpu is None else "estimated-without-triton")]

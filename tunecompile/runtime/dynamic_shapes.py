@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +16,25 @@ from tunecompile.runtime.unpad.flat_batch import LONGEST, OFFSETS
 
 
 def tensors_in(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
-    """(position or name, tensor) of all tensor arguments, also of those in a tuple (the two tables of RoPE)."""
+    """(position or name, tensor) of all tensor arguments, also of those in a tuple (the two tables of RoPE), and behind
+    them those in a mapping (keys and values of other layers).
+    """
+    mappings = []
     for where, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, Tensor):
             yield where, value
         elif isinstance(value, tuple):
             yield from (((where, i), item) for i, item in enumerate(value) if isinstance(item, Tensor))
+        elif isinstance(value, (dict, UserDict)):
+            mappings.append((where, value))
+    for name, mapping in mappings:
+        for key, value in mapping.items():
+            yield from (((name, key, at), item) for at, item in tensors_in((value,), {}))
+
+
+def _of_heads(tensor: Tensor, total: int) -> bool:
+    """Whether it is [1, H, N, D], with so many tokens."""
+    return tensor.dim() == 4 and tensor.shape[0] == 1 and tensor.shape[2] == total
 
 
 def batch_tokens(args: tuple, kwargs: dict) -> int:
@@ -142,5 +155,7 @@ def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:
         found = (dim + 1 for dim, sizes in enumerate(pairs) if sizes == (1, total))
         is_table = tensor.dim() == 2 and tensor.shape[0] == total  # a tower's tables have no row for its one row
         dim = 0 if where in (OFFSETS, LONGEST) or is_table else next(found, None)
+        if dim is None and _of_heads(tensor, total):
+            dim = 2
         if dim is not None:
             mark_dynamic(tensor, dim)

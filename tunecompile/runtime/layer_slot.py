@@ -31,11 +31,13 @@ from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, mark_pa
 from tunecompile.runtime.force_grad import Shared, drop_graph, require_grad, without_view
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.oom_recovery import sharded
+from tunecompile.runtime.met_graph import last_met
 from tunecompile.runtime.module_watch import ModuleSnapshot
 from tunecompile.runtime.region import CallKind, Region
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW
+from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
 from tunecompile.runtime.unpad.image_bounds import LONGEST_IMAGE, ImageBounds
 from tunecompile.runtime.unpad.pair_masks import real_masks
 from tunecompile.runtime.unpad.unpad import Unpadding
@@ -98,13 +100,14 @@ class LayerSlot:
         if found is None:
             if self.padding is not None:
                 kwargs = self.padding.with_bounds(self.layer, kwargs)
-            return self._run_as(mode, *self._with_masks(args, kwargs))
+            return self._as_it_comes(mode, args, kwargs)
         flat, mask = found
         keep = not in_backward() and not in_checkpoint()
-        if (entered := flat.enter(args, kwargs, mask, keep)) is None:
+        if (row := RowCall.of(flat, mask, args, kwargs, keep)) is None:
             return self._padded(note("argument-given", "one without tokens"), flat.drops, mode, args, kwargs)
         try:
-            output = self._run_as(mode, *entered)
+            output = self._run_as(mode, row.args, row.kwargs)
+            row.hand_on(last_met(), self.padding.running)
         except NotTokenWise as refused:
             self._forget_variant()
             return self._padded(refused.reason, flat.drops, mode, args, kwargs)
@@ -119,13 +122,17 @@ class LayerSlot:
         if drops:
             raise NotTokenWise(reason)
         self.padding.refuse(reason, PACKED)
-        return self._run_as(mode, *self._with_masks(args, kwargs))
+        return self._as_it_comes(mode, args, kwargs)
 
-    def _with_masks(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments with masks that were not made yet: Dynamo cannot trace what computes them."""
-        if self.padding is None or not self.padding.recorded:
-            return args, kwargs
-        return real_masks(args), real_masks(kwargs)
+    def _as_it_comes(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
+        """The call on the batch, with masks that were not made yet: Dynamo cannot trace what computes them."""
+        if self.padding is not None and self.padding.recorded:
+            args, kwargs = real_masks(args), real_masks(kwargs)
+        before = entries_before(args, kwargs)
+        output = self._run_as(mode, args, kwargs)
+        if before:
+            note_written(before, DynamicShapes.of(list(tensors_in(args, kwargs))))
+        return output
 
     def _run_as(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
         if mode is Mode.SCORE:

@@ -12,6 +12,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from tunecompile.compiler.token_wise import hands_on
+
 _PLAIN = (int, float, str, torch.dtype)
 
 
@@ -21,6 +23,7 @@ class MetGraph:
 
     operations: tuple[tuple, ...]  #: in order, each with its constants
     dynamic: bool  #: whether sizes are symbols, in whose place another graph has integers
+    hands_on: int = 0  #: how many tensors [1, H, N, D] it returns, if it is one for a row of documents
 
     @classmethod
     def of(cls, gm: GraphModule) -> MetGraph:
@@ -29,7 +32,7 @@ class MetGraph:
         values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
         nodes = (node for graph in graphs for node in graph.nodes if node.op.startswith("call"))
         calls = tuple((str(node.target), *_constants(node)) for node in nodes if _makes_tensors(node))
-        return cls(calls, any(isinstance(value, torch.SymInt) for value in values))
+        return cls(calls, any(isinstance(value, torch.SymInt) for value in values), hands_on(gm))
 
     def computes_as(self, other: MetGraph) -> bool:
         """Whether both compute the same, under whatever plans. In dynamic graphs symbols take the place of integers."""
@@ -53,6 +56,7 @@ def _constants(node: Node) -> list[Any]:
 
 class _Watch(threading.local):
     met: Callable[[MetGraph | None], None] | None = None
+    last: MetGraph | None = None
 
 
 _watch = _Watch()
@@ -87,5 +91,11 @@ def also_watching(met: Callable[[MetGraph | None], None]) -> Iterator[None]:
 
 def meet(graph: MetGraph | None) -> None:
     """Tell who watches that this graph runs next."""
+    _watch.last = graph
     if _watch.met is not None:
         _watch.met(graph)
+
+
+def last_met() -> MetGraph | None:
+    """The graph that this thread's layers ran last."""
+    return _watch.last

@@ -12,6 +12,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed, padded
 from tests.support.compare import assert_same_flattened, assert_same_step
+from tests.support.matrix.families import EMBEDDED
 from tests.support.models.pairs import pair
 from tests.support.reports import flattened, told_apart
 from tunecompile.runtime.unpad import documents, pair_masks
@@ -112,6 +113,12 @@ def _numbers(found):
 READERS = {
     "sum": lambda mask: mask.sum(),
     "slice": lambda mask: mask[:, :, 3:, :5],
+    "some queries": lambda mask: mask[:, :, -3:, :],
+    "every second": lambda mask: mask[:, :, ::2],
+    "all": lambda mask: mask[:, :, -0:, :],
+    "one row": lambda mask: mask[0],
+    "another size": lambda mask: mask[:, None, :],
+    "chosen rows": lambda mask: mask[[0, 1]],
     "where": lambda mask: torch.where(mask, 1, 2.5),
     "where alone": lambda mask: torch.where(mask)[3],
     "number": lambda mask: mask * 1,
@@ -148,7 +155,7 @@ def test_a_mask_is_what_it_was_when_it_was_made(small):
     """Whatever is written afterwards, into what it was made of or into it."""
     row, column, seen = torch.arange(T), torch.arange(T)[:, None], PADDING[:, None, None, :].clone()
     earlier = made(lambda: (row <= column)[None, None])  # another shape: computed at once
-    mask, alias, later = made(lambda: _three(row[None, None, None], column[None, None], seen))
+    mask, alias, whole, later = made(lambda: _three(row[None, None, None], column[None, None], seen))
     exact = (earlier & seen).clone()
     for each in (row, column, seen):
         each.zero_()
@@ -156,13 +163,14 @@ def test_a_mask_is_what_it_was_when_it_was_made(small):
     mask[:, :, 0] = True
     assert torch.equal(later, ~exact) and torch.equal(alias, mask) and mask[:, :, 0].all()
     assert not torch.equal(mask, exact) and identity(alias) == identity(mask) != identity(later)
+    assert type(whole) is PairMask and identity(whole) == identity(mask) and torch.equal(whole, mask)
     exact[:, :, 0] = True
     assert torch.equal(torch.cat([values for *_, values in blocks(mask, T)]), exact[:, 0].reshape(-1, 1, T))
 
 
 def _three(row, column, seen):
     mask = (row <= column) & seen
-    return mask, mask.expand(-1, 1, -1, T), ~mask
+    return mask, mask.expand(-1, 1, -1, T), mask[:, :, -0:, :T], ~mask
 
 
 def test_other_comparisons_are_computed(small):
@@ -238,13 +246,15 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
         pytest.param("gemma2", {**WINDOWS, "attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param("gemma3", WINDOWS, marks=pytest.mark.slow),
         pytest.param("qwen2", {**WINDOWS, "use_sliding_window": True}, marks=pytest.mark.slow),
+        pytest.param("gemma4", {**EMBEDDED, "sliding_window": 6}, marks=pytest.mark.slow),  # it slices its masks
     ],
 )
 def test_no_mask_of_all_pairs_is_made(family, more, largest, monkeypatch):
     """Of padded, packed and whole rows of a model with windows, or with attention that is written out."""
     length = 256
     monkeypatch.setattr(MaskCell, "real", lambda cell: pytest.fail("a mask was made"))
-    model, reference = pair(lambda: zoo.make(family, use_cache=False, **more))
+    dtype = torch.float64 if family == "gemma4" else torch.float32
+    model, reference = pair(lambda: zoo.make(family, use_cache=False, **more).to(dtype))
     for inputs in (zoo.batch(256, 1, length), padded(3, length, seed=1), packed((100, length - 100))):
         assert_same_flattened(model, reference, inputs)
         assert 0 < largest.found < length * length

@@ -45,6 +45,8 @@ class FlatBatch:
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     #: the last layer's result, padded and flat
     last: tuple[weakref.ref, int, Tensor] | None = None
+    #: what layers hand on beside their results, by the padded tensor's id: padded, its version, and flat
+    handed: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
 
     @staticmethod
     def of(found: Documents) -> FlatBatch:
@@ -111,7 +113,7 @@ class FlatBatch:
                 name: None if v is mask else v if name in BOUNDARIES else self._entered(v, keep and v is hidden)
                 for name, v in kwargs.items()
             }
-        except _HasNoTokens:
+        except HasNoTokens:
             return None
         ours = {OFFSETS: self.offsets, LONGEST: self.longest, WINDOW: str(self.window), MASKS: tuple(places)}
         added = str(mask.dtype).removeprefix("torch.") if mask is not None and mask.is_floating_point() else ""
@@ -136,7 +138,26 @@ class FlatBatch:
     def forget(self) -> None:
         """The model's layers are done: let go of what they share."""
         self.shared.clear()
+        self.handed.clear()
         self.last = None
+
+    def row_along(self, value: Tensor, dim: int, keep: bool) -> Tensor:
+        """[B, ..., T, ...] -> [1, ..., N, ...], where `dim` counts tokens; with `keep` once for all layers."""
+        known = self.handed.get(id(value)) if keep else None
+        if known is not None and known[1] == value._version and not value._backward_hooks and not value.retains_grad:
+            return known[2]
+        tokens = value.movedim(dim, 1).flatten(0, 1).index_select(0, self.index)
+        flat = tokens.unsqueeze(0).movedim(1, dim)
+        if keep:
+            self.handed[id(value)] = value, value._version, flat
+        return flat
+
+    def batch_along(self, value: Tensor, dim: int, keep: bool) -> Tensor:
+        """[1, ..., N, ...] -> [B, ..., T, ...], zero at padding; with `keep` other layers may read it as it is."""
+        padded = self.unflatten(value.movedim(dim, 1)).movedim(1, dim)
+        if keep:
+            self.handed[id(padded)] = padded, padded._version, value
+        return padded
 
     def unflatten(self, values: Tensor) -> Tensor:
         """[1, N, ...] -> [B, T, ...], zero at padding."""
@@ -145,6 +166,10 @@ class FlatBatch:
             return values[0, : self.real].unflatten(0, (rows, length))
         blank = values.new_zeros(rows * length, *values.shape[2:])
         return blank.index_copy_(0, self.index[: self.real], values[0, : self.real]).unflatten(0, (rows, length))
+
+    def entered(self, value: Tensor) -> Tensor:
+        """A tensor for the row. Raises `HasNoTokens`."""
+        return self._entered(value, False)
 
     def _entered(self, value: Any, is_hidden: bool) -> Any:
         if isinstance(value, (tuple, list)):
@@ -173,7 +198,7 @@ class FlatBatch:
             return value.index_select(1, column)
         if value.shape == (length,) and not value.is_floating_point():
             return value.index_select(0, column)
-        raise _HasNoTokens
+        raise HasNoTokens
 
     def _left(self, flat: Tensor, keep: bool) -> Tensor:
         if flat.dim() == 4 and not len(flat):  # attention weights of no row, see `unread_weights`
@@ -198,7 +223,7 @@ class FlatBatch:
         return flat
 
 
-class _HasNoTokens(Exception):
+class HasNoTokens(Exception):
     """An argument has no dimension of tokens."""
 
 

@@ -29,6 +29,8 @@ class OwnerCall:
     decided: bool = False  #: whether a layer was given a mask that could be read
     presumed: list[Presumed] = field(default_factory=list)  #: masks that were not waited for
     recorder: MaskRecorder | None = None  #: while its masks are made, and are large
+    #: by id: those that layers wrote to, for others to read
+    mappings: dict[int, Any] = field(default_factory=dict)
     by_rows: FlatBatch | None = None  #: what a mask [B, T] of a layer that has no other said
 
 

@@ -312,6 +312,8 @@ def _recorded(func: Callable, args: tuple) -> PairMask | None:
         return PairMask(args[0].cell)
     if func is Tensor.contiguous and len(args) == 1:
         return args[0]
+    if func is Tensor.__getitem__:
+        return PairMask(args[0].cell) if _is_all(args[0], args[1]) else None
     if func is Tensor.to and len(args) == 2 and isinstance(args[0], PairMask):
         mask, to = args
         if isinstance(to, torch.dtype):
@@ -319,6 +321,14 @@ def _recorded(func: Callable, args: tuple) -> PairMask | None:
         return mask if isinstance(to, (str, torch.device)) and torch.device(to) == mask.device else None
     alone = func in _WHERE and len(args) != 3  # of one argument, it returns indices
     return _record(func, args) if func in _EACH_PAIR and not alone else None
+
+
+def _is_all(mask: Any, index: Any) -> bool:
+    """Whether an index leaves nothing out: a model that may cut rows writes `mask[:, :, -0:, :]` for all of them."""
+    index = index if isinstance(index, tuple) else (index,)
+    if not isinstance(mask, PairMask) or len(index) > mask.dim() or not all(type(each) is slice for each in index):
+        return False
+    return all(each.indices(size) == (0, size, 1) for each, size in zip(index, mask.shape))
 
 
 def _expanded(args: tuple) -> PairMask | None:

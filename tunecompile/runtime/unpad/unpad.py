@@ -31,6 +31,7 @@ from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, Unpa
 from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
 from tunecompile.runtime.unpad.given_masks import bounds_in, is_given, mask_in, padding_in
+from tunecompile.runtime.unpad.handed_on import is_seen
 from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of
 from tunecompile.runtime.unpad.pair_masks import compiled_parts, identity, recorder_for, version
 from tunecompile.runtime.unpad.presume import Presumptions
@@ -123,16 +124,23 @@ class Unpadding:
                     known.decision.flat.forget()
         if not self.presumptions.hold(call.presumed):
             return self._run(OwnerCall(call.given, keeps_padding=call.keeps_padding), args, kwargs)
+        if call.drops and is_seen(call.mappings.values(), call.given, output):  # zeros at padding
+            self.refuse(note("output-holds-more"))
+            return self._run(OwnerCall(call.given), args, kwargs)
         if call.drops:
             self.last = LastCall.of(args, kwargs, output)
+        self._count(call)
+        call.given, call.beside, call.mappings = {}, {}, {}  # what was decided of its masks lives on
+        return output
+
+    def _count(self, call: OwnerCall) -> None:
+        """For the report: how a call ran, or why as it came."""
         if torch.is_grad_enabled():
             self.flattened += call.drops
             self.packed += call.packs and not call.drops
             self.whole += call.whole
         if not call.decided:
             self._tell_of_call(call)
-        call.given, call.beside = {}, {}  # what was decided of its masks lives on
-        return output
 
     @contextlib.contextmanager
     def _recording(self, call: OwnerCall) -> Iterator[None]:

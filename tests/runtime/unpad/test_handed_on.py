@@ -1,0 +1,209 @@
+"""Keys and values that later layers read: for each layer as it runs, and in the caller's mapping as for a batch."""
+
+from collections import UserDict
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.batches import lengths_mask, packed, padded
+from tests.support.compare import assert_close, assert_same_flattened
+from tests.support.matrix.families import EMBEDDED
+from tests.support.models.pairs import checkpoint, pair
+from tests.support.notes import has
+from tests.support.reports import flattened, told_apart
+from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.runtime.unpad.documents import read_padding
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
+
+tf = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+ROWS, LENGTH = 3, 6
+LENGTHS = (4, 6, 5)  #: 15 tokens, and one that fills up to 16
+HEADS = ROWS  # [3, 3, 6, 2] may be read in two ways
+
+
+def flat_of(*lengths):
+    return FlatBatch.of(read_padding(lengths_mask(*lengths), None).documents)
+
+
+def call_of(flat, mapping, keep=True):
+    return RowCall.of(flat, None, (torch.randn(ROWS, LENGTH, 2),), {"shared": mapping, "n": 3}, keep)
+
+
+def rows_of(keys):
+    """[1, H, 16, D] -> [B, H, T, D], written out."""
+    made, begin = torch.zeros(ROWS, keys.shape[1], LENGTH, keys.shape[3]), 0
+    for row, length in enumerate(LENGTHS):
+        made[row, :, :length] = keys[0, :, begin : begin + length]
+        begin += length
+    return made
+
+
+def hands_on(count):
+    return SimpleNamespace(hands_on=count)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+@pytest.mark.parametrize("keep", [False, True])
+def test_entries_are_for_the_row_inside_and_for_the_batch_outside(kind, keep):
+    """A mapping that layers wrote rows to would give others, and its owner, tokens in the wrong places."""
+    flat, mapping = flat_of(*LENGTHS), kind(old=5, gone=6)
+    first = call_of(flat, mapping, keep)
+    assert first.kwargs["n"] == 3 and type(first.kwargs["shared"]) is kind and first.kwargs["shared"] is not mapping
+    keys, values = torch.randn(2, 1, HEADS, 16, 2)
+    first.kwargs["shared"]["sliding"] = keys, values
+    del first.kwargs["shared"]["gone"]
+    assert "sliding" not in mapping
+    receiver = SimpleNamespace(mappings={})
+    first.hand_on(hands_on(2), receiver)
+    assert [*receiver.mappings.values()] == [mapping] and receiver.mappings[id(mapping)] is mapping
+    assert set(mapping) == {"old", "sliding"} and mapping["old"] == 5
+    assert torch.equal(mapping["sliding"][0], rows_of(keys)) and torch.equal(mapping["sliding"][1], rows_of(values))
+
+    row = call_of(flat, mapping, keep)
+    row.hand_on(hands_on(0), unread := SimpleNamespace(mappings={}))
+    assert not unread.mappings, "it was read only"
+    second = row.kwargs["shared"]
+    assert (second["sliding"][0] is keys) is keep, "as it was before it was padded"
+    other = call_of(flat_of(*LENGTHS), mapping, keep).kwargs["shared"]["sliding"][0]
+    for found in (second["sliding"][0], other):
+        assert torch.equal(found[:, :, :15], keys[:, :, :15]) and found.shape == keys.shape
+    mapping["sliding"][0].add_(1)
+    found = call_of(flat, mapping, keep).kwargs["shared"]["sliding"][0]
+    assert torch.equal(found[:, :, :15], keys[:, :, :15] + 1), "it was written to"
+    flat.forget()
+    assert call_of(flat, mapping, keep).kwargs["shared"]["sliding"][1] is not values and flat_of(4).handed == {}
+
+
+def test_gradients_of_entries_meet():
+    """Of layers that read the row itself, and of who reads the batch: one that bypassed the other would be lost."""
+    flat, mapping = flat_of(*LENGTHS), {}
+    keys = torch.randn(1, HEADS, 16, 2, requires_grad=True)
+    first = call_of(flat, mapping)
+    first.kwargs["shared"]["all"] = keys
+    first.hand_on(hands_on(1), None)
+    inside = call_of(flat, mapping).kwargs["shared"]["all"]
+    elsewhere = call_of(flat_of(*LENGTHS), mapping).kwargs["shared"]["all"]
+    (inside[:, :, :15].sum() + 10 * elsewhere[:, :, :15].sum() + 100 * mapping["all"].sum()).backward()
+    assert (keys.grad[:, :, :15] == 111).all() and not keys.grad[:, :, 15:].any()
+
+
+def test_entries_that_may_be_anything():
+    """Of four sizes, which one counts tokens is known where a layer wrote it; with as many heads, not even there."""
+    flat = flat_of(*LENGTHS)
+    for unknown in (torch.randn(ROWS, HEADS, LENGTH, 2), torch.randn(ROWS, 1, LENGTH, LENGTH), torch.randn(7, 2)):
+        assert call_of(flat, {"a": unknown}) is None
+    given = call_of(flat, {"tables": torch.randn(ROWS, LENGTH, 2), "one": torch.tensor(1.0), "name": "a"})
+    assert given.kwargs["shared"]["tables"].shape == (1, 16, 2) and given.kwargs["shared"]["one"].dim() == 0
+    mapping = {}
+    for shape in ((1, 16), (1, 16, 2), (1, 16, HEADS, 2), (2, 2)):  # tokens come first, and one has none
+        row = call_of(flat, mapping)
+        row.kwargs["shared"]["a"] = torch.randn(shape)
+        row.hand_on(hands_on(0), None)
+        assert mapping["a"].shape == ((2, 2) if shape == (2, 2) else (ROWS, LENGTH, *shape[2:]))
+    given.kwargs["shared"]["a"] = torch.randn(1, 16, 16, 2)
+    with pytest.raises(NotTokenWise) as raised:
+        given.hand_on(hands_on(1), None)
+    assert raised.value.reason.code == "output-holds-more"
+
+
+def test_entries_of_layers_that_ran_on_the_batch():
+    """Layers without a mask do. What was there before, or has sizes that tell nothing, is not taken for keys."""
+    keys = {name: torch.randn(ROWS, HEADS, LENGTH, 2) for name in ("old", "written", "other")}
+    mapping = UserDict(old=keys["old"])
+    before = entries_before((), {"shared": mapping, "n": {}})
+    mapping["written"] = keys["written"], torch.tensor(1.0)
+    mapping["many"], mapping["few"] = torch.randn(ROWS, LENGTH, LENGTH, 2), torch.randn(2, HEADS, LENGTH, 2)
+    note_written(before, (ROWS, LENGTH))
+    flat = flat_of(*LENGTHS)
+    row = call_of(flat, {"all": keys["written"]}).kwargs["shared"]["all"]
+    assert torch.equal(rows_of(row), keys["written"] * lengths_mask(*LENGTHS)[:, None, :, None])
+    for unknown in (keys["old"], keys["other"], mapping["many"], mapping["few"]):
+        assert call_of(flat, {"all": unknown}) is None
+
+
+@pytest.mark.parametrize("found", [0, 1])
+def test_what_a_graph_returns_has_to_be_found(found):
+    """A layer that kept keys in an attribute would leave a row there."""
+    row = call_of(flat_of(*LENGTHS), {})
+    row.kwargs["shared"] |= {"a": torch.randn(1, HEADS, 16, 2)} if found else {}
+    with pytest.raises(NotTokenWise):
+        row.hand_on(hands_on(found + 1), None)
+    row.hand_on(hands_on(found), None)
+    row.hand_on(None, None)
+
+
+def sharing(**changes):
+    """The last two of four layers read keys and values of the first two."""
+    if not hasattr(tf, "Gemma4TextConfig"):
+        pytest.skip("a later transformers has it")
+    return zoo.make("gemma4", **{**EMBEDDED, "use_cache": False, **changes}).double()
+
+
+def test_layers_that_share_keys_lose_their_padding():
+    """Without the batch's keys, or with those of other tokens, gradients of what makes them differ."""
+    model, reference = pair(sharing)
+    compiled = []
+    for number, (length, side) in enumerate([(20, "right"), (27, "left")]):
+        assert_same_flattened(model, reference, padded(rows=number + 2, length=length, side=side, seed=number))
+        compiled.append(tunecompile.report(model).compiles)
+    assert len({*compiled}) == 1, tunecompile.report(model)
+    assert flattened(model) == 2
+    assert_same_flattened(model, reference, packed((9, 4), (6, 7)))
+    assert told_apart(model) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"memory": "1KiB"}], ids=["checkpoints", "least memory"])
+def test_layers_that_share_keys_are_repeated(options):
+    def build():
+        model = sharing()
+        if not options:
+            checkpoint(model, use_reentrant=False)
+        return model
+
+    model, reference = pair(build, **options)
+    for seed in range(2):
+        assert_same_flattened(model, reference, padded(length=20 + seed, seed=seed))
+    assert has(model, "padding-removed", count=2)
+
+
+def keys_of(model, inputs):
+    """The loss, keys and values that the caller reads, and gradients of both."""
+    shared = tf.cache_utils.KVSharingDict()
+    loss = model.train()(**inputs, shared_kv_states=shared).loss
+    read = {f"{kind} {at}": keys for kind, both in shared.items() for at, keys in enumerate(both)}
+    weights = [torch.linspace(-1, 1, keys.numel(), dtype=keys.dtype).view(keys.shape) for keys in read.values()]
+    total = loss + sum((keys * weight).sum() for keys, weight in zip(read.values(), weights))
+    model.zero_grad()
+    total.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return read, (total.detach(), gradients)
+
+
+@pytest.mark.slow
+def test_a_caller_reads_keys_of_packed_rows():
+    """They have no padding, so layers run on documents, and keys are the batch's."""
+    model, reference = pair(sharing)
+    (keys, found), (expected, wanted) = (keys_of(m, packed((9, 4), (6, 7))) for m in (model, reference))
+    torch.testing.assert_close(keys, expected, rtol=1e-5, atol=1e-5)
+    assert_close(found, wanted, limit=1e-5)
+    assert told_apart(model) == 1 and len(keys) == 4
+
+
+@pytest.mark.slow
+def test_keys_that_a_caller_reads_keep_their_padding():
+    """They would be zero at padding. So are those that it is returned."""
+    model, reference = pair(sharing)
+    for seed in range(2):
+        (keys, found), (expected, wanted) = (keys_of(m, padded(seed=seed)) for m in (model, reference))
+        torch.testing.assert_close(keys, expected, rtol=1e-5, atol=1e-5)
+        assert_close(found, wanted, limit=1e-5)
+    assert has(model, "padding-kept", reason="output-holds-more") and not has(model, "padding-removed")
+    model, reference = pair(sharing)
+    assert_same_flattened(model, reference, {**padded(), "return_shared_kv_states": True})
+    assert has(model, "padding-kept", reason="output-holds-more")
