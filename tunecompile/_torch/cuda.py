@@ -1,9 +1,10 @@
-"""CUDA: attention's kernels in order, the allocator's segments, a stream kept busy, work that waits for no device."""
+"""CUDA: attention's kernels in order, the allocator's segments and errors, a stream kept busy, work without a wait."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -11,9 +12,19 @@ import torch
 
 from tunecompile._torch.lookup import lookup
 
-__all__ = ["attention_order", "grow_segments", "load_attention", "occupy_gpu", "start_copy_to_host", "where_set"]
+__all__ = [
+    "attention_order",
+    "full_gpu",
+    "grow_segments",
+    "load_attention",
+    "occupy_gpu",
+    "requested",
+    "start_copy_to_host",
+    "where_set",
+]
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _configured = lookup("torch._C._accelerator_getAllocatorSettings", lambda: "")
 _configure = lookup("torch._C._accelerator_setAllocatorSettings")
 _sleep = lookup("torch.cuda._sleep", lambda cycles: None)
@@ -77,6 +88,18 @@ def load_attention(device: torch.device) -> None:
 def where_set(flags: torch.Tensor, count: int) -> torch.Tensor:
     """Where `count` flags [N] are set, in order. (`nonzero` waits for the device, `nonzero_static` on CUDA too.)"""
     return torch.argsort((~flags).to(torch.int8), stable=True)[:count]  # no boolean sort on every device
+
+
+def requested(error: torch.OutOfMemoryError) -> int:
+    """Bytes that could not be allocated; 0 where the error does not say."""
+    found = re.search(r"allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)", str(error))
+    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+def full_gpu(error: torch.OutOfMemoryError) -> int | None:
+    """The number of the full GPU; None where the error does not say."""
+    found = re.search(r"\bGPU (\d+) has a total capacity", str(error))
+    return int(found[1]) if found else None
 
 
 def occupy_gpu(cycles: int = 2_000_000) -> None:

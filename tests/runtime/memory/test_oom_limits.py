@@ -8,9 +8,9 @@ import torch
 from tests.support.compare import assert_equal
 from tests.support.memory.budgets import LAYERS
 from tests.support.memory.full_device import WHERE, Full, build, guarded, loss, peak, plain, recovery, step
+from tunecompile._torch.cuda import requested
 from tunecompile.errors import NothingFits
 from tunecompile.planner.device_memory import HostGauge
-from tunecompile.runtime.memory.oom_recovery import requested
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.autograd import saving_is_taken
+from tunecompile._torch.cuda import full_gpu, requested
 from tunecompile.errors import NothingFits, RankLost, StepLost
 from tunecompile.integrations.context_parallel import is_shared
 from tunecompile.integrations.fsdp import gathers_inside
@@ -38,8 +39,6 @@ from tunecompile.runtime.memory.recompute_call import (
     NotExact,
     RecomputeCall,
     RepeatableLayer,
-    full_gpu,
-    requested,
 )
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 from tunecompile.runtime.met_graph import MetGraph, watching

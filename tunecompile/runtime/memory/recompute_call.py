@@ -10,7 +10,6 @@ arguments are known, wherever the loss is computed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -20,16 +19,17 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tunecompile._torch.autograd import differentiable_outputs, keeps_graph, made_since, next_number
+from tunecompile._torch.cuda import requested
 from tunecompile.errors import LayerChanged, ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
 from tunecompile.notes import Note, note
 from tunecompile.runtime.memory.accounting import PlannedLayer
 from tunecompile.runtime.memory.budget import RuntimePlanner
+from tunecompile.runtime.memory.given_containers import GivenContainers
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 from tunecompile.runtime.met_graph import MetGraph, watching
 from tunecompile.runtime.module_watch import ModuleSnapshot
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 class RepeatableLayer(PlannedLayer, Protocol):
@@ -109,18 +109,6 @@ class NotExact(Exception):
         self.reason = reason
 
 
-def requested(error: torch.OutOfMemoryError) -> int:
-    """Bytes that could not be allocated; 0 where the error does not say."""
-    found = re.search(r"allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)", str(error))
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
-
-
-def full_gpu(error: torch.OutOfMemoryError) -> int | None:
-    """The number of the full GPU; None where the error does not say."""
-    found = re.search(r"\bGPU (\d+) has a total capacity", str(error))
-    return int(found[1]) if found else None
-
-
 class _Cut(torch.autograd.Function):
     """Detaches the layer's inputs, so that its graph can be freed and rebuilt.
 
@@ -171,6 +159,7 @@ class RecomputeCall:
         self.recovery, self.slot, self.start, self.training = recovery, slot, start, slot.layer.training
         self.leaves, self.form = _flat((args, kwargs), "given-object")
         self.given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.containers = GivenContainers((args, kwargs))
         self.leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self.leaves]
         self.inside = slot.inside
         self.before = [(tensor, tensor._version) for tensor in self._writable()]
@@ -203,7 +192,9 @@ class RecomputeCall:
     def _called(self, given: Sequence[Tensor]) -> tuple[tuple, dict]:
         self.sources = [get_gradient_edge(tensor) for tensor in given if tensor.requires_grad]
         tensors = iter(given)
-        return tree_unflatten([next(tensors) if leaf is None else leaf[0] for leaf in self.leaves], self.form)
+        called = tree_unflatten([next(tensors) if leaf is None else leaf[0] for leaf in self.leaves], self.form)
+        self.containers.hand_over(called)
+        return called
 
     def expect_known(self, graph: MetGraph | None) -> None:
         """Before a graph runs.
@@ -218,6 +209,10 @@ class RecomputeCall:
     def first(self, output: Any) -> Any:
         """The output of a first call with a graph: a node of the caller's graph, or the output if not repeatable."""
         self.recovery.open += 1
+        if self.containers.written:
+            self.containers.write_back()
+            self.recovery.refuse(self.slot, note("write-in-place"))
+            return output
         try:
             made = self._look(output)
             if made and not self.repeatable:
@@ -240,8 +235,10 @@ class RecomputeCall:
         """The output of a later call for the caller.
 
         Raises:
-            NotExact: it is part of a graph beyond its arguments and the layer's parameters.
+            NotExact: it is part of a graph beyond its arguments and the layer's parameters, or a list was written to.
         """
+        if self.containers.written:
+            raise NotExact(note("write-in-place"))
         made = self._look(output)
         if not self.repeatable:  # from the next call on; this one's arguments are detached, and it keeps its graph
             self.recovery.refuse(self.slot, note("write-in-place"))
@@ -272,6 +269,7 @@ class RecomputeCall:
     def _joined(self, output: Any, made: list[Tensor]) -> Any:
         """The output, as a node of the caller's graph."""
         given, self.given, self.before = self.given, [], []
+        self.containers.forget()
         if not made:
             return output
         self.recovery.calls.add(self)
