@@ -156,10 +156,15 @@ class _Reader(Interpreter):
         return torch.empty_like(like, dtype=torch.get_autocast_dtype(kind) if casts else None)
 
     def _look_at_outputs(self, node: Node) -> None:
-        for made in tree_leaves(self.map_nodes_to_values(node.args[0], node)):
+        """One row of tokens is the layer's result. Another one may be kept in an attribute, say, and its mean over a
+        batch counts padding.
+        """
+        rows = 0
+        for made in (self.env[each] for each in node.all_input_nodes):
             tokens = tokens_of(made) if isinstance(made, Tensor) else []
             heads = tokens == [2] and _has_heads(made) and not _has_rows_behind(made)
-            if tokens and not heads and (tokens != [1] or made.shape[0] != 1):
+            rows += bool(tokens) and not heads
+            if rows > 1 or (tokens and not heads and (tokens != [1] or made.shape[0] != 1)):
                 raise NotTokenWise(note("output-holds-more"))
 
 

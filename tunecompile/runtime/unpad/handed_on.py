@@ -8,12 +8,13 @@ layer that keeps its padding, or anybody else, reads what they know.
 from __future__ import annotations
 
 import copy
+import operator
 from collections import UserDict
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tunecompile.compiler.token_wise import NotTokenWise
@@ -22,6 +23,7 @@ from tunecompile.runtime.unpad.flat_batch import FlatBatch, HasNoTokens
 
 #: what layers wrote -> the dimension that counts tokens. (By sizes alone, [B, H, T, D] may be taken for [3, B, T, D].)
 _tokens: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_OF_MODULES = vars(nn.Module())  #: attributes that every module has
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class RowCall:
     args: tuple
     kwargs: dict
     handed: list[HandedOn]  #: mappings among the arguments
+    lists: list[tuple[list, list]]  #: lists among them, with what they held
     keep: bool  #: whether other layers of the batch may read what it makes as it is
 
     @staticmethod
@@ -102,8 +105,10 @@ class RowCall:
             args, kwargs = tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
         except HasNoTokens:
             return None
-        found = flat.enter(args, kwargs, mask, keep)
-        return None if found is None else RowCall(flat, *found, handed, keep)
+        if (found := flat.enter(args, kwargs, mask, keep)) is None:
+            return None
+        lists = [value for value in (*found[0], *found[1].values()) if isinstance(value, list)]
+        return RowCall(flat, *found, handed, [(value, [*value]) for value in lists], keep)
 
     def hand_on(self, graph: Graph | None, receiver: Receiver | None) -> None:
         """Put what the layer wrote into mappings into its caller's.
@@ -113,14 +118,28 @@ class RowCall:
             receiver: takes the mappings that were written to.
 
         Raises:
-            NotTokenWise: its graph returns more than was found there. (It may be kept in an attribute, as a row.)
+            NotTokenWise: its graph returns more than was found there (it may be kept in an attribute, as a row), or it
+                wrote to a list, whose copy it was given.
         """
+        if any(len(value) != len(held) or any(map(operator.is_not, value, held)) for value, held in self.lists):
+            raise NotTokenWise(note("output-holds-more"))
         changed = [each for each in self.handed if each.changed]
         wrote = sum([each.leave(self.flat, self.keep) for each in changed])
         if graph is not None and graph.hands_on != wrote:
             raise NotTokenWise(note("output-holds-more"))
         if receiver is not None:
             receiver.mappings |= {id(each.known): each.known for each in changed}
+
+    def keeps_rows(self, attributes: Iterable[dict[str, Any]]) -> bool:
+        """Whether a row of tokens stands in attributes of the layer's modules, where its model may read it."""
+        values = (value for own in attributes for name, value in own.items() if name not in _OF_MODULES)
+        row = (1, len(self.flat.index))
+        return any(isinstance(leaf, Tensor) and leaf.shape[:2] == row for value in values for leaf in _leaves(value))
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    """What an attribute holds, or the list, tuple or dictionary in it."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
 
 
 def entries_before(args: tuple, kwargs: dict) -> list[tuple[MutableMapping, dict]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from tunecompile.integrations import loss_caller
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.integrations.transformers import gives_cache
 from tunecompile.notes import Note, note
+from tunecompile.runtime.met_graph import MetGraph
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
@@ -70,6 +72,7 @@ class Unpadding:
         self.masks: dict[
             Any, MaskDecision
         ] = {}  #: by identity; a checkpoint repeats a layer when the call is long over
+        self.looked: weakref.WeakSet[MetGraph] = weakref.WeakSet()  #: graphs that ran
         self.recorded = False  #: whether masks of any call were recorded in place of being made
         self.running: OwnerCall | None = None
         self.last: LastCall | None = None  #: that left out hidden states at padding
@@ -155,6 +158,13 @@ class Unpadding:
             yield
         finally:
             call.recorder.end()
+
+    def is_new(self, graph: MetGraph | None) -> bool:
+        """Whether a layer's graph ran for the first time: what it writes to attributes, it writes in each call."""
+        if graph is None or graph in self.looked:
+            return False
+        self.looked.add(graph)
+        return True
 
     def begin_layers(self) -> None:
         """A layer is about to run."""

@@ -1,0 +1,92 @@
+"""What layers hand out beside their results, for a loss of the user's: it has a row and a column for each token, padding too."""
+
+import types
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.batches import padded
+from tests.support.models.pairs import pair
+from tests.support.notes import has
+
+modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+
+
+class Kept(modeling.LlamaDecoderLayer):
+    """A layer that keeps a gate of each token, or its own result."""
+
+    of_result = False
+
+    def forward(self, hidden_states, **kwargs):
+        out = super().forward(hidden_states, **kwargs)
+        self.keep(out if self.of_result else torch.sigmoid(out[..., :1]))
+        return out
+
+
+class InAttribute(Kept):
+    def keep(self, value):
+        self.kept = value
+
+
+class InAttributesList(Kept):
+    def keep(self, value):
+        self.values = [value]
+
+
+class InSharedList(Kept):
+    def keep(self, value):
+        self.shared.values.append(value)
+
+
+class InGivenList(modeling.LlamaDecoderLayer):
+    of_result = False
+
+    def forward(self, hidden_states, given=None, **kwargs):
+        out = super().forward(hidden_states, **kwargs)
+        given.append(out if self.of_result else torch.sigmoid(out[..., :1]))
+        return out
+
+
+def build(kind: type, of_result: bool) -> torch.nn.Module:
+    model, shared = zoo.make("llama", num_hidden_layers=2), types.SimpleNamespace(values=[])
+    for layer in model.model.layers:
+        layer.__class__, layer.of_result, layer.shared = kind, of_result, shared
+    return model
+
+
+def step(model: torch.nn.Module, inputs: dict) -> tuple[float, dict]:
+    """(loss, gradients), where the loss has a term of what layers kept."""
+    model.zero_grad()
+    layers, given = model.model.layers, []
+    layers[0].shared.values.clear()
+    loss = model(**inputs, **({"given": given} if isinstance(layers[0], InGivenList) else {})).loss
+    own = [kept for layer in layers for kept in (getattr(layer, "kept", None), *getattr(layer, "values", ()))]
+    values = [value for value in (*given, *layers[0].shared.values, *own) if value is not None]
+    assert len(values) == 2
+    loss = loss + sum(value.square().mean() for value in values)
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "kind, of_result",
+    [
+        (InAttribute, False),
+        (InGivenList, False),
+        pytest.param(InSharedList, False, marks=pytest.mark.slow),
+        (InAttribute, True),
+        pytest.param(InAttributesList, True, marks=pytest.mark.slow),
+        pytest.param(InGivenList, True, marks=pytest.mark.slow),
+    ],
+)
+def test_padding_counts_in_a_mean_over_what_layers_keep(kind, of_result):
+    """A row of real tokens in its place was another mean: gradients 15 % off, without a word."""
+    model, reference = pair(lambda: build(kind, of_result))
+    for seed in range(2):
+        inputs = padded(3, 24, "right", seed=seed)
+        (loss, gradients), (expected, exact) = step(model, inputs), step(reference, inputs)
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert max(zoo.errors(gradients, exact).values()) < 1e-4
+    assert has(tunecompile.report(model), "padding-kept", reason="output-holds-more")
