@@ -6,8 +6,9 @@ Each function returns None where nothing was found.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,12 +22,24 @@ from tunecompile.notes import Note, note
 from tunecompile.runtime.module_watch import ModuleSnapshot
 
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
+#: of torch's own modules, the forwards that treat each token by itself
+_TOKEN_WISE = {
+    kind.forward
+    for kind in (
+        *(nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.AlphaDropout, nn.Sequential, nn.ModuleList),
+        *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Hardswish),
+        *(nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.Softplus, nn.Softsign),
+    )
+}
+#: of torch's modules, those that call another one, or make weights
+_WRAPPERS = ("torch.distributed.", "torch.nn.parallel.", "torch.nn.utils.parametri", "torch.nn.modules.container")
 _HARMLESS = (
     *("tunecompile.", "transformers.utils.output_capturing", "torch.distributed.", "accelerate."),
     "bitsandbytes.nn.parametrize",
 )
-#: packages whose modules outside the layers treat each token by itself, and keep nothing. Others may read neighbouring
-#: tokens, or keep their inputs. (What layers do is read from their graphs, see `compiler.token_wise`.)
+#: packages whose modules outside the layers treat each token by itself, and keep nothing; of torch's, see `_mixes`.
+#: Others may read neighbouring tokens, or keep their inputs. (What layers do is read from their graphs, see
+#: `compiler.token_wise`.)
 _KNOWN_HOMES = (
     "torch.",
     "transformers.",
@@ -49,9 +62,34 @@ def _heads(owner: nn.Module, model: nn.Module | None) -> Note | None:
         if any(module is owner for module in head.modules()):  # it is what the head comes after; found soon
             continue
         for module in head.modules():
-            if reason := note("head-mixes-tokens") if isinstance(module, _MIXERS) else _foreign(module):
+            if (
+                reason := note("head-mixes-tokens")
+                if isinstance(module, _MIXERS)
+                else _mixes(module) or _foreign(module)
+            ):
                 return reason
     return None
+
+
+def _mixes(module: nn.Module) -> Note | None:
+    """Whether a module of torch's, outside the layers, may read more than one token: an average over a batch, say."""
+    forward = inspect.unwrap(type(module).forward)  # torch's decorators have its package as their home
+    home = home_of(forward)
+    if not home.startswith("torch.") or home.startswith(_WRAPPERS) or forward in _TOKEN_WISE:
+        return None
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) == 1:
+        return None
+    return note("unknown-module", type(module).__name__, home=home)
+
+
+def _outside(owner: nn.Module, layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Modules outside the layers, without convolutions in front of them, of speech, which see what they always saw."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    before = True
+    for module in owner.modules():
+        before &= id(module) not in inside
+        if id(module) not in inside and not (before and isinstance(module, nn.modules.conv._ConvNd)):
+            yield module
 
 
 def _foreign(module: nn.Module) -> Note | None:
@@ -100,9 +138,10 @@ class OwnerWatch:
     added, removed or replaced.
     """
 
-    def __init__(self, owner: nn.Module):
-        self.owner = owner
+    def __init__(self, owner: nn.Module, members: Callable[[], Sequence[nn.Module]]):
+        self.owner, self.members = owner, members
         self.snapshot: ModuleSnapshot | None = None
+        self.mixed: Note | None = None  #: why a module of torch's outside the layers is in the way
 
     def reason(self, model: nn.Module | None = None) -> Note | None:
         """Why hidden states have to stay as they are.
@@ -112,10 +151,11 @@ class OwnerWatch:
         if self.snapshot is None or self.snapshot.changed:
             self.snapshot = ModuleSnapshot(self.owner)
             modules = list(self.owner.modules())
+            self.mixed = next(filter(None, map(_mixes, _outside(self.owner, self.members()))), None)
             self.kinds = {type(module) for module in modules}
             self.modules = [(weakref.ref(module), type(module), vars(module)) for module in modules]
-        if any(global_hooks()[:2]):
-            return note("hook-on-all-modules")
+        if self.mixed or any(global_hooks()[:2]):
+            return self.mixed or note("hook-on-all-modules")
         unknown = {kind for kind in self.kinds if not _is_known(kind.forward)}
         hooked = {at // len(HOOKS) for at, hooks in enumerate(self.snapshot.hooks) if hooks}
         for at, (module, kind, own) in enumerate(self.modules):

@@ -61,7 +61,7 @@ class Unpadding:
         head_is_called: Callable[[], bool] = lambda: True,
     ):
         self.owner, self.members, self.step, self.head_is_called = owner, members, step, head_is_called
-        self.watch = refusals.OwnerWatch(owner)
+        self.watch = refusals.OwnerWatch(owner, members)
         self.presumptions = Presumptions()
         self.gathered: bool | None = None  #: whether layers gather weights from other ranks; None until it is looked at
         self.notes: dict[Note, None] = {}
