@@ -12,6 +12,7 @@ GRPO's completions are random tokens: none is generated, as that would be the sa
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import os
 import random
@@ -129,6 +130,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             ends.append(time.perf_counter())
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
+            if len(ends) == UNTIMED:  # else it comes some steps later, once: 0.5 s for what compilation has left
+                gc.collect()
             if bf16:
                 torch.cuda.synchronize()
             ends.append(time.perf_counter())
