@@ -108,7 +108,7 @@ class LayerSlot:
         try:
             output = self._run_as(mode, row.args, row.kwargs)
             row.hand_on(last_met(), self.padding.running)
-            if self.padding.is_new(last_met()) and self.inside is not None and row.keeps_rows(self.inside.own):
+            if self.padding.is_new(last_met()) and self.inside is not None and row.is_kept(self.inside.kept()):
                 raise NotTokenWise(note("output-holds-more"))
         except NotTokenWise as refused:
             self._forget_variant()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from tunecompile._torch.modules import HOOKS
 from tunecompile.integrations.loss_caller import home_of
 
+_OF_MODULES = vars(nn.Module())  #: attributes that every module has
 TURNS = 32  #: steps, in one of which the modules of a layer are looked at
 _turns = itertools.count()
 
@@ -96,6 +97,13 @@ class ModuleSnapshot:
         Later versions use hooks.
         """
         return any("forward" in own and home_of(own["forward"]) == "transformers.utils.generic" for own in self.own)
+
+    def kept(self) -> Iterator[Any]:
+        """What attributes of the modules hold, and lists, tuples and dictionaries in them."""
+        for value in (value for own in self.own for name, value in own.items() if name not in _OF_MODULES):
+            yield value
+            if isinstance(value, (list, tuple, dict)):
+                yield from value.values() if isinstance(value, dict) else value
 
     def owns(self, weights: Sequence[Tensor]) -> bool:
         """Whether all of them are parameters of the layer now."""

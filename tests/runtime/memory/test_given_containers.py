@@ -61,6 +61,31 @@ def test_what_a_layer_writes_is_read_by_others(writes, memory):
     assert has(tunecompile.report(model), "layers-not-repeated", reason="write-in-place") is writes
 
 
+class Kept(Layer):
+    """Keeps its own result for a loss."""
+
+    def forward(self, x, shared, seen):
+        self.result = x + torch.tanh(self.a(x)) * torch.sigmoid(self.b(x))
+        return self.result
+
+
+def test_a_result_that_a_layer_keeps_is_its_own():
+    """A loss of it goes through the layer's graph: under a budget it was run backward a second time, an error."""
+    model = Model(writes=False)
+    for layer in model.layers:
+        layer.__class__ = Kept
+    reference = copy.deepcopy(model)
+    tunecompile.optimize(model, memory="64MiB", executor="eager")
+    for length in (8, 9):
+        ids = torch.randint(0, 50, (2, length))
+        for each in (model, reference):
+            each.zero_grad()
+            (each(ids) + sum(layer.result.square().mean() for layer in each.layers)).backward()
+        for ours, exact in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(ours.grad, exact.grad, rtol=1e-5, atol=1e-7)
+    assert has(tunecompile.report(model), "layers-not-repeated", reason="expose-tensors")
+
+
 def test_the_callers_values_come_back():
     """A view was handed over in place of a tensor: where it was left alone, the caller's own stays."""
     tensor, inner, number = torch.ones(2), {"a": 1}, 7

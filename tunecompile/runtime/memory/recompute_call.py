@@ -217,6 +217,8 @@ class RecomputeCall:
             made = self._look(output)
             if made and not self.repeatable:
                 raise NotExact(note("write-in-place"))
+            if not {id(tensor) for tensor in made}.isdisjoint(map(id, self.inside.kept())):
+                raise NotExact(note("expose-tensors"))  # a loss may go through the layer's own graph
         except NotExact as inexact:
             self.recovery.refuse(self.slot, inexact.reason)
             return output

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tunecompile.compiler.token_wise import NotTokenWise
@@ -23,7 +23,6 @@ from tunecompile.runtime.unpad.flat_batch import FlatBatch, HasNoTokens
 
 #: what layers wrote -> the dimension that counts tokens. (By sizes alone, [B, H, T, D] may be taken for [3, B, T, D].)
 _tokens: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_OF_MODULES = vars(nn.Module())  #: attributes that every module has
 
 
 @dataclass(frozen=True)
@@ -130,16 +129,9 @@ class RowCall:
         if receiver is not None:
             receiver.mappings |= {id(each.known): each.known for each in changed}
 
-    def keeps_rows(self, attributes: Iterable[dict[str, Any]]) -> bool:
-        """Whether a row of tokens stands in attributes of the layer's modules, where its model may read it."""
-        values = (value for own in attributes for name, value in own.items() if name not in _OF_MODULES)
-        row = (1, len(self.flat.index))
-        return any(isinstance(leaf, Tensor) and leaf.shape[:2] == row for value in values for leaf in _leaves(value))
-
-
-def _leaves(value: Any) -> Iterable[Any]:
-    """What an attribute holds, or the list, tuple or dictionary in it."""
-    return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    def is_kept(self, values: Iterable[Any]) -> bool:
+        """Whether a row of tokens is among values that the layer's modules hold, where its model may read it."""
+        return any(isinstance(value, Tensor) and value.shape[:2] == (1, len(self.flat.index)) for value in values)
 
 
 def entries_before(args: tuple, kwargs: dict) -> list[tuple[MutableMapping, dict]]:
