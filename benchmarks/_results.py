@@ -5,14 +5,18 @@ Where each run has a process of its own, that one prints its rows, and the bench
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROW = "row: "  #: what a line begins with that is a row
 LEAST = 20  #: seconds, below which no process is begun
+SHARES = 2  #: of the seconds, divided by the cases, that one process may take
 
 
 def write(path: Path, result: dict[str, Any], to_come: Sequence[str] = ()) -> None:
@@ -51,3 +55,42 @@ def row_apart(command: Sequence[str], log: Path, seconds: float) -> dict[str, An
         file.write(done.stdout)
     rows = [*printed_rows(done.stdout.splitlines())]
     return rows[-1] if rows else {"status": f"error: see {log}"}
+
+
+def run_apart(
+    given: argparse.Namespace,
+    cases: dict[str, dict[str, Any]],
+    save: Callable[[str, str], None],
+    run: Callable[[str, str, float], dict[str, Any]],
+    tell: Callable[[dict[str, Any]], str],
+) -> int:
+    """A benchmark whose cases have a process each, on one saved model; the exit status.
+
+    Args:
+        given: with `seconds` for all, the folder `logs` and the file `out`.
+        cases: by name, what is known of its row before it runs.
+        save: saves the model: (folder, device).
+        run: the row of a case: (name, folder, seconds that it may take).
+        tell: a row that is ok, in a line.
+    """
+    import torch
+
+    from tunecompile.cli.compare.machine import header
+
+    deadline = time.monotonic() + given.seconds
+    given.logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
+    given.logs.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {**header(), "runs": []}
+    memory, names = Path("/dev/shm"), [*cases]
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        save(folder, device)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        for order, (name, about) in enumerate(cases.items()):
+            seconds = min(deadline - time.monotonic(), SHARES * given.seconds / len(cases))
+            row = about | {"order": order} | run(name, folder, seconds)
+            result["runs"].append(row)
+            write(given.out, result, names[order + 1 :])
+            print(f"{name}: {tell(row) if row['status'] == 'ok' else row['status']}", flush=True)
+    return 0 if all(row["status"] == "ok" for row in result["runs"]) else 1

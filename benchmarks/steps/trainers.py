@@ -25,13 +25,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import print_row, row_apart, write
+from benchmarks._results import print_row, row_apart, run_apart
 from tunecompile.cli.compare.spec import Job, system
 
 UNTIMED = 4  #: steps: the first compiles, and in the third CUDA graphs are recorded
 PAIRS, COMPLETIONS, ROWS, LENGTH = 4, 8, 4, 2048
 TYPICAL, LONGEST, PROMPT = 600, 4096, 200  #: tokens of a completion, and of a prompt
-SHARES = 2  #: of the seconds, divided by the cases, that one process may take
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -167,11 +166,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run(given: argparse.Namespace, trainer: str, name: str, folder: str, deadline: float, cases: int) -> dict[str, Any]:
-    """The row of one system and trainer, from a process of its own; there are so many cases in all."""
+def run(given: argparse.Namespace, trainer: str, name: str, folder: str, seconds: float) -> dict[str, Any]:
+    """The row of one system and trainer, from a process of its own."""
     command = [sys.executable, __file__, "--model", given.model, "--trainers", trainer, "--systems", name]
     command += ["--steps", str(given.steps), "--folder", folder, "--out", str(given.out)]
-    seconds = min(deadline - time.monotonic(), SHARES * given.seconds / cases)
     return row_apart(command, given.logs / f"{trainer}-{name}.log", seconds)
 
 
@@ -181,37 +179,23 @@ def main() -> int:
     if given.folder:
         print_row(measure(given))
         return 0
-    deadline = time.monotonic() + given.seconds
-    import torch
-
-    from tunecompile.cli.compare.machine import header
     from tunecompile.cli.compare.shapes import save_shape_model
 
-    given.logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
-    given.logs.mkdir(parents=True, exist_ok=True)
-    names = given.systems.split(",")
-    cases = [(trainer, name) for trainer in given.trainers.split(",") for name in names]
-    result: dict[str, Any] = {**header(), "runs": []}
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    def save(folder: str, device: str) -> None:
         save_shape_model(given.model, folder, seed=0, device=device, layers=given.layers, quantise=True)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        for order, (trainer, name) in enumerate(cases):
-            about = {"system": name, "model": given.model, "mode": "qlora", "trainer": trainer, "order": order}
-            about |= {"shape": shape_of(trainer), "checkpointing": bool(system(name).checkpointing), "budget_gib": None}
-            about |= {"layers": given.layers} if given.layers else {}
-            row = about | run(given, trainer, name, folder, deadline, len(cases))
-            result["runs"].append(row)
-            write(given.out, result, [" ".join(case) for case in cases[order + 1 :]])
-            told = (
-                f"{row['step_ms']['median']:.1f} ms, {row['peak_gib']:.1f} GiB"
-                if row["status"] == "ok"
-                else row["status"]
-            )
-            print(f"{trainer} {name}: {told}", flush=True)
-    return 0 if all(row["status"] == "ok" for row in result["runs"]) else 1
+
+    cases = {}
+    for trainer, name in itertools.product(given.trainers.split(","), given.systems.split(",")):
+        about = {"system": name, "model": given.model, "mode": "qlora", "trainer": trainer}
+        about |= {"shape": shape_of(trainer), "checkpointing": bool(system(name).checkpointing), "budget_gib": None}
+        cases[f"{trainer} {name}"] = about | ({"layers": given.layers} if given.layers else {})
+    return run_apart(
+        given,
+        cases,
+        save,
+        run=lambda case, folder, seconds: run(given, *case.split(), folder, seconds),
+        tell=lambda row: f"{row['step_ms']['median']:.1f} ms, {row['peak_gib']:.1f} GiB",
+    )
 
 
 if __name__ == "__main__":

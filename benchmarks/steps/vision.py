@@ -17,7 +17,6 @@ import argparse
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import print_row, row_apart, write
+from benchmarks._results import print_row, row_apart, run_apart
 from tunecompile.cli.compare.spec import Job, system
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ ROWS, RANK, LR = 4, 16, 1e-4
 UNTIMED = 12  #: steps: the first compile, and each of ten sizes was there once
 SETTLED = 2  #: steps, after which nothing should be compiled, and no step should be slow
 SLOW = 2.0  #: medians that a slow step takes
-SHARES = 2  #: of the seconds, divided by the systems, that one process may take
 #: height and width of images in patches, about 512x512 pixels: 144 to 400 tokens, 257 in the mean
 SIZES = ((32, 32), (24, 24), (40, 40), (28, 36), (24, 40), (34, 30), (26, 30), (38, 36), (40, 32), (26, 26))
 DRAWN = range(16, 49, 2)  #: of which heights and widths are drawn, where there are more sizes
@@ -291,13 +289,18 @@ def figures(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(given: argparse.Namespace, name: str, folder: str, deadline: float, cases: int) -> dict[str, Any]:
-    """The row of one system, from a process of its own; there are so many in all."""
+def run(given: argparse.Namespace, name: str, folder: str, seconds: float) -> dict[str, Any]:
+    """The row of one system, from a process of its own."""
     command = [sys.executable, __file__, "--model", given.model, "--tower", given.tower, "--systems", name]
     command += ["--text", str(given.text), "--sizes", str(given.sizes), "--steps", str(given.steps)]
     command += ["--folder", folder, "--out", str(given.out)]
-    seconds = min(deadline - time.monotonic(), SHARES * given.seconds / cases)
     return row_apart(command, given.logs / f"vision-{name}.log", seconds)
+
+
+def tell(row: dict[str, Any]) -> str:
+    """A row in a line."""
+    times = "{median:.1f} ms ({min:.1f} to {max:.1f})".format(**row["step_ms"])
+    return f"{times}, {row['slow_steps']} slow, first {row['first_step_s']:.1f} s, {row['peak_gib']:.1f} GiB"
 
 
 def main() -> int:
@@ -306,35 +309,19 @@ def main() -> int:
     if given.folder:
         print_row(measure(given))
         return 0
-    deadline = time.monotonic() + given.seconds
-    import torch
-
-    from tunecompile.cli.compare.machine import header
-
-    given.logs = given.logs or Path(tempfile.mkdtemp(prefix="tunecompile-logs-"))
-    given.logs.mkdir(parents=True, exist_ok=True)
-    names = given.systems.split(",")
-    result: dict[str, Any] = {**header(), "runs": []}
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        save(given.model, folder, given.layers, device)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        for order, name in enumerate(names):
-            about = {"system": name, "model": given.model, "mode": "lora", "tower": given.tower, "order": order}
-            about |= {"shape": shape_of(given.text, given.sizes), "images": given.sizes, "rank": RANK}
-            about |= {"checkpointing": bool(system(name).checkpointing), "budget_gib": None}
-            about |= {"layers": given.layers} if given.layers else {}
-            row = about | run(given, name, folder, deadline, len(names))
-            result["runs"].append(row)
-            write(given.out, result, names[order + 1 :])
-            told = row["status"]
-            if told == "ok":
-                told = "{median:.1f} ms ({min:.1f} to {max:.1f})".format(**row["step_ms"])
-                told += f", {row['slow_steps']} slow, first {row['first_step_s']:.1f} s, {row['peak_gib']:.1f} GiB"
-            print(f"{name}: {told}", flush=True)
-    return 0 if all(row["status"] == "ok" for row in result["runs"]) else 1
+    cases = {}
+    for name in given.systems.split(","):
+        about = {"system": name, "model": given.model, "mode": "lora", "tower": given.tower, "budget_gib": None}
+        about |= {"shape": shape_of(given.text, given.sizes), "images": given.sizes, "rank": RANK}
+        about |= {"checkpointing": bool(system(name).checkpointing)}
+        cases[name] = about | ({"layers": given.layers} if given.layers else {})
+    return run_apart(
+        given,
+        cases,
+        save=lambda folder, device: save(given.model, folder, given.layers, device),
+        run=lambda name, folder, seconds: run(given, name, folder, seconds),
+        tell=tell,
+    )
 
 
 if __name__ == "__main__":

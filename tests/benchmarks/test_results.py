@@ -1,7 +1,9 @@
 """The file that a benchmark writes row by row, and the rows that a process of its own hands it."""
 
+import argparse
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +49,25 @@ def test_a_process_of_its_own_gives_a_row(code, seconds, status, tmp_path, monke
     row = results.row_apart([sys.executable, "-c", code], log, seconds)
     assert row["status"].startswith(status)
     assert status != "error: see " or log.read_text() == "why\n"
+
+
+def test_cases_that_have_a_process_each(tmp_path, capsys):
+    """All on one saved model; a case that fails is in the file, the next one runs, and the status says so."""
+    asked = []
+
+    def run(name, folder, seconds):
+        asked.append((name, Path(folder, "model").read_text(), seconds))
+        return {"status": "ok", "ms": 3} if name == "b" else {"status": "oom"}
+
+    given = argparse.Namespace(seconds=30.0, logs=tmp_path / "logs", out=tmp_path / "made.json")
+    save = lambda folder, device: Path(folder, "model").write_text(device)  # noqa: E731
+    cases = {name: {"system": name} for name in "abc"}
+    assert results.run_apart(given, cases, save, run, lambda row: f"{row['ms']} ms") == 1
+    rows = json.loads(given.out.read_text())["runs"]
+    assert [(row["system"], row["order"], row["status"]) for row in rows] == [
+        ("a", 0, "oom"),
+        ("b", 1, "ok"),
+        ("c", 2, "oom"),
+    ]
+    assert [name for name, _, _ in asked] == [*"abc"] and all(seconds <= 20 for *_, seconds in asked)
+    assert capsys.readouterr().out.splitlines() == ["a: oom", "b: 3 ms", "c: oom"] and given.logs.is_dir()
