@@ -86,7 +86,7 @@ def load_attention(device: torch.device) -> None:
 
 
 def where_set(flags: torch.Tensor, count: int) -> torch.Tensor:
-    """Where `count` flags [N] are set, in order. (`nonzero` waits for the device, `nonzero_static` on CUDA too.)"""
+    """Where `count` flags [N] are set, in order. (`nonzero` waits for the device.)"""
     return torch.argsort((~flags).to(torch.int8), stable=True)[:count]  # no boolean sort on every device
 
 

@@ -26,7 +26,7 @@ _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm,
 _TOKEN_WISE = {
     kind.forward
     for kind in (
-        *(nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.AlphaDropout, nn.Sequential, nn.ModuleList),
+        *(nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.AlphaDropout, nn.ModuleList),
         *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Hardswish),
         *(nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.Softplus, nn.Softsign),
     )
