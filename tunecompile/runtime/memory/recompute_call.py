@@ -231,7 +231,7 @@ class RecomputeCall:
     def _shares(self) -> bool:
         """Whether an earlier layer shares its weights, whose gradients would then count as its own."""
         behind, _ = walk([get_gradient_edge(tensor) for tensor in self.given if tensor.requires_grad], [])
-        return not {id(leaf) for leaf in behind}.isdisjoint(id(edge.node.variable) for edge, _ in self.weights)
+        return not set(behind).isdisjoint(edge.node for edge, _ in self.weights)
 
     def join(self, output: Any) -> Any:
         """The output of a later call for the caller.
@@ -258,14 +258,15 @@ class RecomputeCall:
             new is old and new._version == version for new, (old, version) in zip(after, self.before)
         )
         self.outputs, self.edges = len(made), [get_gradient_edge(tensor) for tensor in made]
-        weights = self._weights() if made else []
+        leaves = self._weights() if made else []
+        weights = [leaf.variable for leaf in leaves]
         if not self.inside.owns(weights):
             raise NotExact(note("outside-tensors"))
         if any(
             weight._backward_hooks for weight in weights
         ):  # they would be called here, and once more in the caller's graph
             raise NotExact(note("parameter-hooks"))
-        self.weights = [(get_gradient_edge(weight), weight._version) for weight in weights]
+        self.weights = [(GradientEdge(leaf, 0), weight._version) for leaf, weight in zip(leaves, weights)]
         return made
 
     def _joined(self, output: Any, made: list[Tensor]) -> Any:
@@ -283,8 +284,8 @@ class RecomputeCall:
         leaves, form = _flat(output, "return-object")
         return tree_unflatten([seen.get(id(leaf), leaf) for leaf in leaves], form)
 
-    def _weights(self) -> list[Tensor]:
-        """The leaves that the layer's graph ends in.
+    def _weights(self) -> list[Node]:
+        """The nodes of the leaves that the layer's graph ends in.
 
         Raises:
             NotExact: parts of the graph can be reached beside the layer's outputs, or that is not known.
@@ -358,9 +359,8 @@ class RecomputeCall:
             made = _differentiable(_flat(self.slot.compiled(args, kwargs), "return-object")[0])
         self.edges = [get_gradient_edge(tensor) for tensor in made]
         found, _ = walk(self.edges, self.sources)
-        if len(made) != self.outputs or {id(leaf) for leaf in found} != {
-            id(edge.node.variable) for edge, _ in self.weights
-        }:
+        trained = {id(edge.node.variable) for edge, _ in self.weights}
+        if len(made) != self.outputs or {id(leaf.variable) for leaf in found} != trained:
             self.edges = None
             raise LayerChanged(layer=name, what="other weights of it are trained")
 
@@ -384,8 +384,11 @@ def _differentiable(leaves: Sequence[Any]) -> list[Tensor]:
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}.values())
 
 
-def walk(edges: Sequence[GradientEdge], stops: Sequence[GradientEdge]) -> tuple[list[Tensor], dict[Node, set[int]]]:
-    """The leaves that a graph ends in, and its nodes, each with its used outputs. Does not go beyond `stops`."""
+def walk(edges: Sequence[GradientEdge], stops: Sequence[GradientEdge]) -> tuple[list[Node], dict[Node, set[int]]]:
+    """The nodes of the leaves that a graph ends in, and all its nodes, each with its used outputs.
+
+    Does not go beyond `stops`.
+    """
     leaves, pending = [], [(edge.node, edge.output_nr) for edge in edges]
     reached = {stop.node: set() for stop in stops}
     while pending:
@@ -395,6 +398,6 @@ def walk(edges: Sequence[GradientEdge], stops: Sequence[GradientEdge]) -> tuple[
             continue
         reached[node] = {output}
         if type(node).__name__ == "AccumulateGrad":
-            leaves.append(node.variable)
+            leaves.append(node)
         pending.extend(following for following in node.next_functions if following[0] is not None)
     return leaves, reached
