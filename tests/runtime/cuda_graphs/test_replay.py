@@ -14,6 +14,7 @@ from tests.support.memory.cpu_recorder import CpuRecorder
 from tests.support.models.pairs import of_plain_layers
 from tests.support.notes import find, has
 from tunecompile.runtime.cuda_graphs import launch_bound, replay
+from tunecompile.runtime.cuda_graphs.allowance import Allowance
 from tunecompile.runtime.model_state import state_of
 
 pytest.importorskip("transformers")
@@ -83,6 +84,40 @@ def test_three_steps_are_enough(monkeypatch):
     tunecompile.free(model)
     assert state_of(model).replays.bytes == 0 and warm(model, steps=3, length=12) == 36
     same(model, reference, lambda m: once(m, length=12))
+
+
+def test_a_further_shape_is_recorded_when_it_comes_again(pair):
+    """What a layer's inputs are is known by then, and its kernels are loaded: sizes that come in turn would be recorded a round later.
+    A shape that came once may be no more."""
+    model, reference = pair
+    lengths = [16, 8, 8, 8, 12, 9, 10]  # the first has a graph of its own; 8 is recorded at its third call
+    counts = []
+    for seed, length in enumerate([*lengths, 10, 9, 11]):
+        same(model, reference, lambda m: once(m, seed=seed, length=length))
+        counts.append(recorded(model))
+    assert counts == [0, 0, 0, 6, 6, 6, 6, 12, 18, 18]
+
+
+def test_an_input_that_is_the_same_under_one_shape_alone_is_copied():
+    """A table of each length, say: at another shape's call it is another object."""
+    replays = replay.GraphReplays(CpuRecorder())
+    weight, tables = torch.ones(3), {n: torch.full((n, 3), float(n)) for n in (2, 4, 6)}
+    graph = replays.forward(lambda inputs: [inputs[0] * inputs[1] + inputs[2]], handed=1, parameters=[0])
+    for n in (2, 4, 6, 6, 6):
+        place = graph._place((n,), [weight, tables[n], torch.ones(n, 3), n])
+    assert place.layer.fixed() == {0} and place.layer.calls == 5 and place.seen == 3
+
+
+def test_a_plan_without_room_is_not_asked_again():
+    """Each layer's call would count the recordings of all layers, and ask the allocator."""
+    replays = replay.GraphReplays(CpuRecorder())
+    replays.allowance = Allowance(0, 100, 4, True)
+    asked = replays.recorder.taken
+    assert replays.closed and not replays.room([torch.ones(1)]) and replays.recorder.taken == asked
+    replays.bytes = 10  # what is recorded is replayed
+    assert not replays.closed and not replays.room([torch.ones(1)]) and replays.recorder.taken == asked
+    replays.allowance = Allowance(1000, 100, 4, True)
+    assert not replays.closed and replays.room([torch.ones(1)])
 
 
 @pytest.mark.parametrize("computing, known", [(0.0, [None, True]), (1e6, [False, False])])

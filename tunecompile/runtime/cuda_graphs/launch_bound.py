@@ -37,11 +37,12 @@ class Clock:
     1.13 on both, for 0.90 replayed.)
     """
 
-    def __init__(self, recorder: Recorder):
+    def __init__(self, recorder: Recorder, loads: bool = True):
         self.recorder = recorder
+        self.loads = loads  #: whether no other shape ran the graph's kernels before
         self.calls: list[TimedCall] = []
         #: whether the timed step may be the first, in which the host has more to do: only a "no" counts from it
-        self.first = True
+        self.first = loads
         self.waiting: bool | None = None  #: whether the layer is launch-bound; None until that is known
         self.launching = 0.0  #: the host's milliseconds a call, if kernels wait for it; the kernels take as long then
 

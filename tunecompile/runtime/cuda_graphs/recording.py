@@ -82,22 +82,32 @@ class Recording:
         return self.saved_at() | {address for _, address in self.fixed}
 
 
-class ShapeSlot:
-    """One layer under one shape, and the inputs that are the same objects at every call."""
+class LayerInputs:
+    """The inputs of one layer that are the same objects at every call, whatever its shape."""
 
     def __init__(self, inputs: Sequence[Any]):
-        self.seen, self.tries, self.kept = 1, 0, []
-        self.recording: Recording | None = None
+        self.calls = 1
         self.inputs = [weakref.ref(identity(value)) if isinstance(value, Tensor) else None for value in inputs]
 
     def observe(self, inputs: Sequence[Any]) -> None:
-        self.seen += 1
+        self.calls += 1
         self.inputs = [
             ref if ref is not None and ref() is identity(value) else None for ref, value in zip(self.inputs, inputs)
         ]
 
     def fixed(self) -> set[int]:
         return {i for i, ref in enumerate(self.inputs) if ref is not None}
+
+
+@dataclass
+class ShapeSlot:
+    """One layer under one shape."""
+
+    layer: LayerInputs
+    seen: int = 1
+    tries: int = 0
+    kept: list[Any] = field(default_factory=list)
+    recording: Recording | None = None
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -30,11 +30,12 @@ from tunecompile.runtime.cuda_graphs.allowance import Allowance
 from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
 from tunecompile.runtime.cuda_graphs.pool import MAX_TRIES, Pool, RecordingPool
-from tunecompile.runtime.cuda_graphs.recording import Recording, ShapeSlot, identity
+from tunecompile.runtime.cuda_graphs.recording import LayerInputs, Recording, ShapeSlot, identity
 
 Run = Callable[[list], Sequence[Any]]
 
 OBSERVED = 2  #: calls of a layer that show which inputs are the same objects each time, before it is recorded
+COMES_AGAIN = 2  #: the call of a layer under one shape that may be recorded: a shape that came once may be no more
 #: shapes recorded for one compiled graph; further ones run unrecorded. Token counts are rounded to 128, so that these
 #: are all up to 2,048 tokens, where launches are waited for.
 MAX_SHAPES = 16
@@ -77,6 +78,11 @@ class GraphReplays:
         self.recorder.forget()
         self.bytes = 0
 
+    @property
+    def closed(self) -> bool:
+        """Whether the memory plan leaves recordings no room, and there is none."""
+        return self.allowance is not None and self.allowance.room <= 0 and not self.bytes
+
     def launching(self) -> float:
         """The host's milliseconds to launch a step's forwards whose kernels wait; 0 as long as that is not known."""
         found: dict[tuple, float] = {}
@@ -90,7 +96,7 @@ class GraphReplays:
 
     def room(self, inputs: Sequence[Any]) -> bool:
         """Whether recordings may take more memory. What is recorded stays so."""
-        if self.bytes <= MAX_SHARE * self.recorder.memory(_device(inputs))[1] and self._admitted():
+        if self._admitted() and self.bytes <= MAX_SHARE * self.recorder.memory(_device(inputs))[1]:
             return True
         full = note("cuda-graphs-full", detail=f"{self.bytes / 2**30:.1f} GiB")
         if self.bytes and full not in self.failures:
@@ -101,6 +107,8 @@ class GraphReplays:
         """Whether the memory plan, if there is one, admits another recording."""
         if self.allowance is None:
             return True
+        if self.bytes >= self.allowance.room:  # asked at each call of a layer
+            return False
         recorded = sum(place.recording is not None for graph in self.graphs for place in graph.places.values())
         admitted = self.allowance.admits(self.bytes, recorded)
         if admitted and not recorded:
@@ -203,7 +211,7 @@ class Forward:
     """The compiled forward of a region, for all its layers.
 
     A layer under a shape goes UNKNOWN -> TIMING -> RECORDING -> REPLAYING, or ends OFF. Timing is shared by all layers
-    of a shape. A layer is recorded anew where layers run in another order than they were recorded in, and UNKNOWN again
+    of a shape, and what is known of a layer's inputs by all shapes. A layer is recorded anew where layers run in another order than they were recorded in, and UNKNOWN again
     where all recordings are dropped.
     """
 
@@ -211,6 +219,7 @@ class Forward:
         self.shared, self.run, self.handed, self.parameters = shared, run, handed, parameters
         self.clocks: dict[tuple, Clock] = {}
         self.places: dict[tuple, ShapeSlot] = {}
+        self.layers: dict[tuple, LayerInputs] = {}
         self.pool = RecordingPool(shared, self.places)
         self.undecided = -1  #: the last pass with a layer of which it was not known whether it is launch-bound
         self.enabled = True
@@ -223,15 +232,17 @@ class Forward:
 
     def _call(self, inputs: list) -> Sequence[Any]:
         shape = tuple(value for value in inputs if not isinstance(value, Tensor))  # the sizes that are symbols
-        clock = self.clocks.setdefault(shape, Clock(self.shared.recorder))
-        if clock.waiting is False:
+        clock = self.clocks.get(shape)
+        if clock is None:
+            clock = self.clocks[shape] = Clock(self.shared.recorder, loads=not self.clocks)
+        if clock.waiting is False or (clock.waiting and self.shared.closed):
             return self.run(inputs)
         place = self._place(shape, inputs)
         phase = self._phase(clock, place)
         if phase is Phase.TIMING:
             return clock.time(self.run, inputs, _device(inputs), self.shared.passes)
         recording = None
-        if phase is Phase.RECORDING and recordable(inputs, self.shared.recorder.device) and self._room(shape, inputs):
+        if phase is Phase.RECORDING and self._room(shape, inputs) and recordable(inputs, self.shared.recorder.device):
             recording = self._record(shape, place, inputs)
         elif phase is Phase.REPLAYING:
             recording = self._replayable(place, inputs)
@@ -248,11 +259,14 @@ class Forward:
             return Phase.OFF
         if not clock.decide():
             self.undecided = self.shared.passes
-            return Phase.TIMING if clock.first or place.seen > 1 else Phase.UNKNOWN
+            return Phase.TIMING if clock.first or place.seen > 1 or not clock.loads else Phase.UNKNOWN
         if place.recording is not None:
             return Phase.REPLAYING
         some_are_timed = self.undecided == self.shared.passes  # all layers are recorded in one step, so in their order
-        ready = place.seen > (launch_bound.SAMPLES + 1 if some_are_timed else OBSERVED)
+        if some_are_timed:
+            ready = place.seen > launch_bound.SAMPLES + 1
+        else:
+            ready = place.layer.calls > OBSERVED and place.seen >= COMES_AGAIN
         return Phase.RECORDING if ready else Phase.UNKNOWN
 
     def _replayable(self, place: ShapeSlot, inputs: list) -> Recording | None:
@@ -270,25 +284,33 @@ class Forward:
     def forget(self) -> None:
         """Drop the recordings."""
         self.places.clear()
+        self.layers.clear()
         self.pool = RecordingPool(self.shared, self.places)
 
     def _place(self, shape: tuple, inputs: list) -> ShapeSlot:
-        key = (
-            shape,
-            *(v.data_ptr() for i, v in enumerate(inputs) if i in self.parameters or isinstance(v, torch.nn.Parameter)),
+        pointers = tuple(
+            v.data_ptr() for i, v in enumerate(inputs) if i in self.parameters or isinstance(v, torch.nn.Parameter)
         )
+        key = shape, *pointers
         place = self.places.get(key)
+        if place is not None and place.recording is not None:
+            return place
+        layer = self.layers.get(pointers)
+        if layer is None:
+            layer = self.layers[pointers] = LayerInputs(inputs)
+        else:
+            layer.observe(inputs)
         if place is None:
-            place = self.places[key] = ShapeSlot(inputs)
-        elif place.recording is None:
-            place.observe(inputs)
+            place = self.places[key] = ShapeSlot(layer)
+        else:
+            place.seen += 1
         return place
 
     def _room(self, shape: tuple, inputs: list) -> bool:
         return (shape in self.pool.shapes or len(self.pool.shapes) < MAX_SHAPES) and self.shared.room(inputs)
 
     def _record(self, shape: tuple, place: ShapeSlot, inputs: list) -> Recording | None:
-        fixed = place.fixed()
+        fixed = place.layer.fixed()
         if not self.pool.hold(
             shape, sum(v.nbytes for i, v in enumerate(inputs) if isinstance(v, Tensor) and i not in fixed)
         ):
@@ -301,7 +323,7 @@ class Forward:
             return None
         self.pool.shapes.add(shape)
         made.shape, made.owned = shape, dict.fromkeys(made.saved_at(), made)
-        place.kept = [identity(inputs[i]) for i in place.fixed()]  # the recording points at them
+        place.kept = [identity(inputs[i]) for i in fixed]  # the recording points at them
         return made
 
 
