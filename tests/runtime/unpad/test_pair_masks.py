@@ -1,7 +1,9 @@
 """Masks of long rows are recorded as what they are computed of, and computed where somebody reads them."""
 
 import copy
+import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +17,10 @@ from tests.support.compare import assert_same_flattened, assert_same_step
 from tests.support.matrix.families import EMBEDDED
 from tests.support.models.pairs import pair
 from tests.support.reports import flattened, told_apart
-from tunecompile.runtime.unpad import documents, pair_masks
+from tunecompile.runtime.unpad import documents, mask_recorder, pair_masks
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_mask
-from tunecompile.runtime.unpad.pair_masks import MaskCell, MaskRecorder, PairMask, blocks, diagonal, identity
+from tunecompile.runtime.unpad.mask_recorder import MaskRecorder
+from tunecompile.runtime.unpad.pair_masks import MaskCell, PairMask, blocks, diagonal, identity
 
 masking = pytest.importorskip("transformers.masking_utils")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -38,7 +41,7 @@ KINDS = {
 @pytest.fixture
 def small(monkeypatch):
     """Every mask counts as large, and is read in many blocks."""
-    monkeypatch.setattr(pair_masks, "LONG", 1)
+    monkeypatch.setattr(mask_recorder, "LONG", 1)
     monkeypatch.setattr(pair_masks, "BLOCK", 2 * T)
 
 
@@ -194,6 +197,54 @@ def test_other_comparisons_are_computed(small):
     assert torch.overrides._get_current_function_mode() is None
 
 
+@pytest.mark.parametrize("value, dtype", [(0.0, torch.bfloat16), (0.5, None), (3, None), (True, None)])
+def test_a_number_for_a_gpu_is_not_waited_for(value, dtype, monkeypatch):
+    """`torch.tensor` copies it from the host, behind all that was launched: each step's mask waited for the step before."""
+    asked = []
+    monkeypatch.setattr(torch, "full", lambda *args, **kwargs: asked.append((args, kwargs)))
+    named = {"device": "cuda:1"} | ({"dtype": dtype} if dtype else {})
+    made(lambda: torch.tensor(value, **named))
+    assert asked == [(((), value), named)]
+    monkeypatch.undo()
+    expected, found = (
+        make(device="cpu", dtype=dtype) for make in (partial(torch.tensor, value), partial(torch.full, (), value))
+    )
+    assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def test_other_tensors_are_made_as_they_were(monkeypatch):
+    monkeypatch.setattr(torch, "full", None)
+    for make in (
+        lambda: torch.tensor(1.0),
+        lambda: torch.tensor(1.0, device="cpu"),
+        lambda: torch.tensor([1.0], device="meta"),
+        lambda: torch.tensor(1.0, device="meta", requires_grad=True),
+    ):
+        assert made(make).numel() == 1
+
+
+class OnGpu(torch.Tensor):
+    """As far as it is asked."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    "written_out, cuda, length, records",
+    [
+        (True, True, 64, True),
+        (False, True, 64, False),
+        (True, False, 64, False),
+        (False, False, 8192, True),
+    ],
+)
+def test_small_masks_are_watched_where_attention_is_written_out(written_out, cuda, length, records):
+    ids = torch.zeros(1, length, device="meta", dtype=torch.long).as_subclass(OnGpu if cuda else torch.Tensor)
+    recorder = mask_recorder.recorder_for([ids], written_out=written_out)
+    assert (recorder is not None) is records
+    assert recorder is None or recorder.pairs == (math.inf if length == 64 else length**2)
+
+
 class Largest(TorchDispatchMode):
     """The most elements of any tensor that is made inside."""
 
@@ -229,7 +280,7 @@ def largest(monkeypatch):
     monkeypatch.setattr(MaskRecorder, "begin", begins)
     monkeypatch.setattr(MaskRecorder, "end", ends)
     monkeypatch.setattr(documents, "begin_reading", reads)
-    monkeypatch.setattr(pair_masks, "LONG", 1)
+    monkeypatch.setattr(mask_recorder, "LONG", 1)
     monkeypatch.setattr(pair_masks, "BLOCK", 1 << 14)
     return mode
 

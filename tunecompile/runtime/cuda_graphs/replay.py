@@ -210,9 +210,9 @@ class Phase(Enum):
 class Forward:
     """The compiled forward of a region, for all its layers.
 
-    A layer under a shape goes UNKNOWN -> TIMING -> RECORDING -> REPLAYING, or ends OFF. Timing is shared by all layers
-    of a shape, and what is known of a layer's inputs by all shapes. A layer is recorded anew where layers run in another order than they were recorded in, and UNKNOWN again
-    where all recordings are dropped.
+    A layer under a shape goes UNKNOWN -> TIMING -> RECORDING -> REPLAYING, or ends OFF. Timing is common to all layers
+    of a shape, and what is known of a layer's inputs to all shapes. A layer is recorded anew where layers run in
+    another order than they were recorded in, and UNKNOWN again where all recordings are dropped.
     """
 
     def __init__(self, shared: GraphReplays, run: Run, handed: int, parameters: frozenset[int]):

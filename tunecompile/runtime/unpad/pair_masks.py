@@ -9,23 +9,19 @@ table. Which function makes the mask is not asked: one of the user's is recorded
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from tunecompile._torch.autograd import plain_functions
-from tunecompile._torch.fake_tensors import StorageWeakRef, function_mode
-from tunecompile._torch.modules import slot_of
+from tunecompile._torch.fake_tensors import StorageWeakRef
 
-LONG = 1 << 25  #: pairs of a batch from which on masks are recorded: one row of 8,192 tokens has twice as many
 SMALL = 16  #: how many times smaller than the mask is what it is computed of
 BLOCK = 1 << 24  #: pairs that are computed at once where a recorded mask is read
 
@@ -44,8 +40,8 @@ _LOGIC = _functions(
     *("bitwise_and", "bitwise_or", "bitwise_xor"),
 )
 _DISTANCES = _functions("sub", "__sub__")
-_BEGINNINGS = _COMPARISONS | _LOGIC | _DISTANCES  #: of bools, or of integers
-_EACH_PAIR = _BEGINNINGS | _functions(
+BEGINNINGS = _COMPARISONS | _LOGIC | _DISTANCES  #: of bools, or of integers
+_EACH_PAIR = BEGINNINGS | _functions(
     *("logical_not", "bitwise_not", "__invert__", "where", "masked_fill", "add", "mul", "rsub", "neg", "abs"),
     *("__add__", "__mul__", "__rsub__", "__radd__", "__rmul__", "__neg__", "__abs__"),
     *("float", "half", "bfloat16", "double", "bool", "int", "long"),
@@ -170,71 +166,6 @@ class PairMask(Tensor):
         return f"PairMask(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-class MaskRecorder(TorchFunctionMode):
-    """While a model makes its masks: comparisons and distances of at least so many pairs are recorded.
-
-    It ends at the first layer: Dynamo would trace it, and guard on it.
-    """
-
-    def __init__(self, pairs: int):
-        super().__init__()
-        self.pairs = pairs
-        self.begun = self.ended = False
-        self.records = 0
-
-    def begin(self) -> None:
-        """From now on."""
-        self.begun = True
-        self.__enter__()
-
-    def end(self) -> None:
-        """No longer. If another mode that began later has not ended, this one stays, and does nothing."""
-        self.ended = True
-        if self.begun and function_mode() is self:
-            self.begun = False
-            self.__exit__(None, None, None)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _BEGINNINGS and not (self.ended or kwargs):
-            made = _begun(func, args, self.pairs)
-            if made is not None:
-                self.records += 1
-                return made
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def not_recording() -> Iterator[None]:
-    """Inside, no masks are recorded: Dynamo would trace what does."""
-    recorder = function_mode() if function_mode is not None else None
-    if not isinstance(recorder, MaskRecorder):
-        yield
-        return
-    recorder.__exit__(None, None, None)
-    try:
-        yield
-    finally:
-        recorder.__enter__()
-
-
-def recorder_for(given: Iterable[Any]) -> MaskRecorder | None:
-    """For a model that is given these; None where its masks would be small, or torch does not tell of modes."""
-    tokens = next((x.shape for x in given if isinstance(x, Tensor) and x.dim() in (2, 3)), None)
-    if tokens is None or tokens[0] * tokens[1] ** 2 < LONG or function_mode is None:
-        return None
-    return MaskRecorder(tokens[1] ** 2)
-
-
-def compiled_parts(owner: nn.Module) -> bool:
-    """Whether the user compiled any module beside the layers: its graph would be traced anew to record masks."""
-    for part in owner.children():
-        slot = slot_of(part)
-        ours = slot is None or type(slot).__module__.startswith("tunecompile.")
-        if not ours or type(part).__module__.startswith("torch._dynamo"):
-            return True
-    return False
-
-
 def real_masks(tree: Any) -> Any:
     """Arguments, with the values of recorded masks in their place."""
     if isinstance(tree, PairMask):
@@ -293,7 +224,7 @@ def _source(mask: Tensor) -> Tensor | Recorded:
     return mask.cell.recorded if not mask.cell.version else mask.cell.real()
 
 
-def _begun(func: Callable, args: tuple, pairs: int) -> PairMask | None:
+def begun(func: Callable, args: tuple, pairs: int) -> PairMask | None:
     """An operation on a column and a row, recorded; None where it is on others, or makes neither bools nor integers."""
     if len(args) != 2 or not all(isinstance(x, Tensor) for x in args) or any(isinstance(x, PairMask) for x in args):
         return None

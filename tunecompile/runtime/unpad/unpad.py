@@ -34,8 +34,9 @@ from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
 from tunecompile.runtime.unpad.given_masks import bounds_in, is_given, mask_in, padding_in
 from tunecompile.runtime.unpad.handed_on import is_seen
+from tunecompile.runtime.unpad.mask_recorder import compiled_parts, recorder_for
 from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of
-from tunecompile.runtime.unpad.pair_masks import compiled_parts, identity, recorder_for, version
+from tunecompile.runtime.unpad.pair_masks import identity, version
 from tunecompile.runtime.unpad.presume import Presumptions
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,8 @@ class Unpadding:
     def _recording(self, call: OwnerCall) -> Iterator[None]:
         """Until the first layer runs, masks of long rows are recorded: layers of documents do not read them."""
         if call.refused is None and self._why_others_read_padding() is None and not compiled_parts(self.owner):
-            call.recorder = recorder_for(call.given.values())
+            attention = getattr(getattr(self.owner, "config", None), "_attn_implementation", None)
+            call.recorder = recorder_for(call.given.values(), written_out=attention == "eager")
         if call.recorder is None:
             yield
             return
