@@ -47,6 +47,7 @@ PIPELINE = [
     recognize.expert_rows,
     recognize.expert_biases,
     recognize.expert_masks,  # over rows that are 0 once their biases are part of products
+    recognize.sort_keys,  # once nobody asks of what offsets are counted
     recognize.nf4,
     recognize.dora,
     recognize.lora,

@@ -4,7 +4,14 @@ from tunecompile.passes.recognize.add_rms_norm import PASS as add_rms_norm
 from tunecompile.passes.recognize.attention import PASS as attention
 from tunecompile.passes.recognize.document_attention import PASS as document_attention
 from tunecompile.passes.recognize.dora import PASS as dora
-from tunecompile.passes.recognize.experts import expert_biases, expert_masks, expert_rows, experts, weighted_gate
+from tunecompile.passes.recognize.experts import (
+    expert_biases,
+    expert_masks,
+    expert_rows,
+    experts,
+    sort_keys,
+    weighted_gate,
+)
 from tunecompile.passes.recognize.grouped_linear import PASS as grouped_linear
 from tunecompile.passes.recognize.layer_norm import ADD as add_layer_norm
 from tunecompile.passes.recognize.layer_norm import PASS as layer_norm
@@ -36,6 +43,7 @@ __all__ = [
     "nf4",
     "rms_norm",
     "rope",
+    "sort_keys",
     "swiglu",
     "weighted_gate",
 ]

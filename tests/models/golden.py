@@ -29,8 +29,8 @@ LLAMA = ADAPTED | {"rms_norm": (2, 2), "add_rms_norm": (1, 1), "rope": (2, 2), "
 NORMS = {"layer_norm": (2, 2), "add_layer_norm": (1, 1)}
 
 #: both products, ways there and back, and of routing weights
-EXPERTS = {"experts": (2, 2), "expert_rows": (3, 3), "weighted_gate": (1, 1)}
-EXPERTS_TWICE = {"experts": (4, 4), "expert_rows": (6, 6), "weighted_gate": (2, 2)}  #: in two layers
+EXPERTS = {"experts": (2, 2), "expert_rows": (3, 3), "sort_keys": (1, 1), "weighted_gate": (1, 1)}
+EXPERTS_TWICE = {"experts": (4, 4), "expert_rows": (6, 6), "sort_keys": (2, 2), "weighted_gate": (2, 2)}  #: in two layers
 MOE = LLAMA | EXPERTS | {"lora": (4, 4), "grouped_linear": (3, 3)}
 #: a bias is weighted, too
 GPT_OSS = {name: count for name, count in MOE.items() if name != "weighted_gate"}
@@ -235,7 +235,7 @@ HYBRIDS: dict[str, Row] = {
     | {"lora_mlp": (1, 0)},
     "nemotron_h": counts(lora=7, grouped_linear=3, swiglu=1, rms_norm=4, document_attention=1),
     "nemotron_h_moe": counts(
-        lora=7, grouped_linear=3, swiglu=1, rms_norm=4, document_attention=1, experts=2, expert_rows=3
+        lora=7, grouped_linear=3, swiglu=1, rms_norm=4, document_attention=1, experts=2, expert_rows=3, sort_keys=1
     ),
     "mamba2": counts(lora=1, swiglu=1, rms_norm=2),
     "zamba2": counts(grouped_linear=3, swiglu=3, rms_norm=6, add_rms_norm=1, document_attention=1) | {"lora": (10, 9)},
