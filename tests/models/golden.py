@@ -30,7 +30,12 @@ NORMS = {"layer_norm": (2, 2), "add_layer_norm": (1, 1)}
 
 #: both products, ways there and back, and of routing weights
 EXPERTS = {"experts": (2, 2), "expert_rows": (3, 3), "sort_keys": (1, 1), "weighted_gate": (1, 1)}
-EXPERTS_TWICE = {"experts": (4, 4), "expert_rows": (6, 6), "sort_keys": (2, 2), "weighted_gate": (2, 2)}  #: in two layers
+EXPERTS_TWICE = {
+    "experts": (4, 4),
+    "expert_rows": (6, 6),
+    "sort_keys": (2, 2),
+    "weighted_gate": (2, 2),
+}  #: in two layers
 MOE = LLAMA | EXPERTS | {"lora": (4, 4), "grouped_linear": (3, 3)}
 #: a bias is weighted, too
 GPT_OSS = {name: count for name, count in MOE.items() if name != "weighted_gate"}
