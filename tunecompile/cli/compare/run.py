@@ -22,6 +22,7 @@ from tunecompile.errors import UsageError
 COMPILING = ("compile", "compile-layers", "tunecompile")  # engines with caches of compiled code
 CHECKED = ("hf", "tunecompile")  # engines whose gradients are compared with the reference
 CHECK_LAYERS = 2  # depth at which a shape model is checked against fp32
+CHECK_STEPS = 8  # of them: where tokens change experts by rounding, the mean of four losses is luck
 CHECK_LENGTH = 8192  # and length: attention in fp32 holds a row's scores, 128 GiB of 32,768 tokens
 
 
@@ -270,7 +271,7 @@ def check_jobs(comparison: Comparison, present: Sequence[System], scratch: str) 
         one.replace(
             layers=CHECK_LAYERS,
             shapes=tuple(str(parse_shape(shape).within(CHECK_LENGTH)) for shape in one.shapes[:1]),
-            steps=WARMUP + 1,
+            steps=max(WARMUP + 1, CHECK_STEPS),
         )
         if one.shapes
         else one.replace(steps=max(WARMUP + 1, min(comparison.reference_steps, one.steps)))
