@@ -107,6 +107,7 @@ class LayerSlot:
             return self._padded(note("argument-given", "one without tokens"), flat.drops, mode, args, kwargs)
         try:
             output = self._run_as(mode, row.args, row.kwargs)
+            self.padding.layer_ran()
             row.hand_on(last_met(), self.padding.running)
             if self.padding.is_new(last_met()) and self.inside is not None and row.is_kept(self.inside.kept()):
                 raise NotTokenWise(note("output-holds-more"))

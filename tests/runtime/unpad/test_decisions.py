@@ -178,6 +178,22 @@ def test_whole_rows_are_presumed_after_some(monkeypatch):
     assert made.presume(layer, added_mask(), Watch()) is None and AFTER == 3
 
 
+def test_a_presumed_mask_that_is_written_to_holds_no_more():
+    """What it said when layers ran is not known: it is read behind the first of them."""
+    layer, made = nn.Linear(1, 1), Presumptions()
+    for _ in range(AFTER):
+        made.learn(layer, whole_rows())
+    for written, read_first, holds in ((False, False, True), (True, False, False), (True, True, True)):
+        mask = added_mask()
+        _, presumed = made.presume(layer, mask, Watch())
+        assert presumed.pending is None and presumed.mask is mask
+        if read_first:
+            presumed.read()
+        if written:
+            mask += 0.0
+        assert presumed.holds() is holds and presumed.mask is None
+
+
 def test_another_window_is_counted_anew():
     layer, made = nn.Linear(1, 1), Presumptions()
     for window in (0, 0, 4, 4):

@@ -10,6 +10,7 @@ from tests.support.compare import assert_same_flattened, assert_same_step
 from tests.support.models.pairs import attending, pair
 from tests.support.notes import find, has
 from tests.support.reports import flattened, told_apart
+from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.unpad import decision, presume
 from tunecompile.runtime.unpad.presume import AFTER, SURPRISES
 
@@ -128,6 +129,21 @@ def test_whole_rows_are_presumed_and_others_are_run_again(family, masks, more, m
             assert_same_flattened(model, reference, zoo.batch(256, 3, 10, seed=seed))
     assert len(waits) == masks * (AFTER + (SURPRISES - 1) * (AFTER + 1) + 2 * (AFTER + 2))
     assert flattened(model) == SURPRISES + 1 and not find(model, "padding-kept"), tunecompile.report(model)
+
+
+def test_presumed_masks_are_read_behind_the_first_layer(monkeypatch):
+    """On a GPU some forty small launches would stand before it, for which the device waits."""
+    done, read, ran = [], presume.begin_reading, LayerSlot._run_as
+    monkeypatch.setattr(presume, "begin_reading", lambda *given: done.append("mask") or read(*given))
+    monkeypatch.setattr(LayerSlot, "_run_as", lambda *given: done.append("layer") or ran(*given))
+    model = tunecompile.optimize(attending(use_cache=False, attn_implementation="eager"), executor="eager")
+    layers = 0
+    for seed in range(AFTER + 1):
+        assert "mask" not in done
+        layers = max(layers, len(done))
+        done.clear()
+        zoo.step(model, zoo.batch(256, 2, 8, seed=seed))
+    assert done == ["layer", "mask"] + ["layer"] * (layers - 1) and layers > 1
 
 
 def test_a_rank_never_runs_layers_again_by_itself(monkeypatch):

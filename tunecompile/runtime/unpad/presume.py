@@ -2,8 +2,8 @@
 
 A decision needs numbers that the device has, and the wait for them leaves it idle until the host has launched the next
 layer. Of whole rows all that is needed is their shape. So where the last batches had whole rows, the layers are run as
-if this one had, while the device reads the mask; what it found is there when the call of the model ends, and a batch
-that is another one is run again, with a wait.
+if this one had, and the device reads the mask behind the first of them, for which it would have to wait otherwise; what
+it found is there when the call of the model ends, and a batch that is another one is run again, with a wait.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tunecompile._torch.distributed import several
 from tunecompile.runtime.unpad.decision import UnpadDecision
 from tunecompile.runtime.unpad.documents import PendingReading, begin_reading
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.pair_masks import version
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 
 AFTER = 3  #: batches of whole rows, one after another
@@ -28,12 +29,21 @@ SURPRISES = 2  #: batches that were run again, after which nothing is presumed a
 class Presumed:
     """One mask that was not waited for."""
 
-    pending: PendingReading
+    mask: Tensor | None  #: None once it is being read
+    version: int  #: how often it had been written to
     window: int
+    pending: PendingReading | None = None
+
+    def read(self) -> None:
+        """Let the device read it, behind what was launched so far."""
+        if self.mask is not None and version(self.mask) == self.version:
+            self.pending = begin_reading(self.mask, (self.window,), None)
+        self.mask = None
 
     def holds(self) -> bool:
-        """Whether the mask is what it was taken for."""
-        found = self.pending.wait().documents
+        """Whether the mask is what it was taken for; not if it was written to before it was read."""
+        self.read()
+        found = None if self.pending is None else self.pending.wait().documents
         return found is not None and found.full and found.window == self.window
 
 
@@ -64,7 +74,7 @@ class Presumptions:
         if watch.reason() is not None:  # a look at all modules, and so the last question
             return None
         flat = FlatBatch.of_whole_rows(len(mask), mask.shape[-1], window, mask.device)
-        return UnpadDecision(flat), Presumed(begin_reading(mask, (window,), None), window)
+        return UnpadDecision(flat), Presumed(mask, version(mask), window)
 
     def hold(self, presumed: Sequence[Presumed]) -> bool:
         """Whether all masks of a call are what they were taken for."""

@@ -174,6 +174,11 @@ class Unpadding:
             self.running.recorder.end()
             self.recorded |= self.running.recorder.records > 0
 
+    def layer_ran(self) -> None:
+        """A layer was launched: while the device is at it, the host can have presumed masks read."""
+        for presumed in self.running.presumed if self.running is not None else ():
+            presumed.read()
+
     def batch_of(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[FlatBatch, Tensor | None] | None:
         """The batch of a layer's call without its padding, and the mask that says so, if it is of all pairs of tokens.
 
