@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, Node
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -30,6 +31,7 @@ __all__ = [
     "plain_tensors",
     "saving_is_taken",
     "set_grad_enabled",
+    "walk",
 ]
 
 #: whether `clamp` gives no gradient to a value that equals its limit (torch 2.13 does)
@@ -159,3 +161,22 @@ def others_trace() -> bool:
 def in_backward() -> bool:
     """Whether this thread runs a backward pass: a checkpoint or a hook makes this call."""
     return _graph_task() != -1
+
+
+def walk(edges: Sequence[GradientEdge], stops: Sequence[GradientEdge]) -> tuple[list[Node], dict[Node, set[int]]]:
+    """The nodes of the leaves that a graph ends in, and all its nodes, each with its used outputs.
+
+    Does not go beyond `stops`.
+    """
+    leaves, pending = [], [(edge.node, edge.output_nr) for edge in edges]
+    reached = {stop.node: set() for stop in stops}
+    while pending:
+        node, output = pending.pop()
+        if node in reached:
+            reached[node].add(output)
+            continue
+        reached[node] = {output}
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node)
+        pending.extend(following for following in node.next_functions if following[0] is not None)
+    return leaves, reached

@@ -109,7 +109,7 @@ class LayerSlot:
             output = self._run_as(mode, row.args, row.kwargs)
             self.padding.layer_ran()
             row.hand_on(last_met(), self.padding.running)
-            if self.padding.is_new(last_met()) and self.inside is not None and row.is_kept(self.inside.kept()):
+            if self.padding.is_new(last_met()) and self.inside is not None and row.is_kept(self.inside.kept(), output):
                 raise NotTokenWise(note("output-holds-more"))
         except NotTokenWise as refused:
             self._forget_variant()

@@ -12,6 +12,7 @@ modules: where a hook was registered anywhere, and at every 32nd step. (While an
 
 from __future__ import annotations
 
+import gc
 import itertools
 import types
 import weakref
@@ -26,6 +27,7 @@ from tunecompile._torch.modules import HOOKS
 from tunecompile.integrations.loss_caller import home_of
 
 _OF_MODULES = vars(nn.Module())  #: attributes that every module has
+_RUNNING = (types.FrameType, types.GeneratorType)  #: code that is under way, by its variables
 TURNS = 32  #: steps, in one of which the modules of a layer are looked at
 _turns = itertools.count()
 
@@ -41,6 +43,24 @@ def hook_node(node: Any, hook: Callable) -> None:
     before = RemovableHandle.next_id
     node.register_prehook(hook)
     _Registered.ours += RemovableHandle.next_id - before
+
+
+def holders(value: Any, returned: Any) -> list[Any]:
+    """Objects that hold a value beside what returned it: a list of the user's, or a cell that a closure reads.
+
+    It looks at all objects of the process, which takes milliseconds.
+
+    Args:
+        value: a tensor.
+        returned: it, or tuples, lists and dictionaries around it.
+    """
+    around, pending = set(), [returned]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, (tuple, list, dict)):
+            around.add(id(each))
+            pending += each.values() if isinstance(each, dict) else each
+    return [each for each in gc.get_referrers(value) if id(each) not in around and not isinstance(each, _RUNNING)]
 
 
 class ModuleSnapshot:

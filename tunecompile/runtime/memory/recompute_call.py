@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tunecompile._torch.autograd import differentiable_outputs, keeps_graph, made_since, next_number
+from tunecompile._torch.autograd import differentiable_outputs, keeps_graph, made_since, next_number, walk
 from tunecompile._torch.cuda import requested
 from tunecompile.errors import LayerChanged, ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
 from tunecompile.notes import Note, note
@@ -27,7 +27,7 @@ from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.given_containers import GivenContainers
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 from tunecompile.runtime.met_graph import MetGraph, watching
-from tunecompile.runtime.module_watch import ModuleSnapshot
+from tunecompile.runtime.module_watch import ModuleSnapshot, holders
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -217,7 +217,7 @@ class RecomputeCall:
             made = self._look(output)
             if made and not self.repeatable:
                 raise NotExact(note("write-in-place"))
-            if not {id(tensor) for tensor in made}.isdisjoint(map(id, self.inside.kept())):
+            if self._is_held(made, output):
                 raise NotExact(note("expose-tensors"))  # a loss may go through the layer's own graph
         except NotExact as inexact:
             self.recovery.refuse(self.slot, inexact.reason)
@@ -227,6 +227,15 @@ class RecomputeCall:
             return output
         self.recovery.open -= 1
         return self._joined(output, made)
+
+    def _is_held(self, made: list[Tensor], output: Any) -> bool:
+        """Whether anybody but the caller holds an output: the layer's modules, or others, if its graph is a new one."""
+        if not {id(tensor) for tensor in made}.isdisjoint(map(id, self.inside.kept())):
+            return True
+        if set().union(*self.recovery.looked.values()).issuperset(self.met):
+            return False
+        around = [made, output]
+        return any(holders(tensor, around) for tensor in made)
 
     def _shares(self) -> bool:
         """Whether an earlier layer shares its weights, whose gradients would then count as its own."""
@@ -382,22 +391,3 @@ def _flat(value: Any, refusal: str) -> tuple[list, Any]:
 
 def _differentiable(leaves: Sequence[Any]) -> list[Tensor]:
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}.values())
-
-
-def walk(edges: Sequence[GradientEdge], stops: Sequence[GradientEdge]) -> tuple[list[Node], dict[Node, set[int]]]:
-    """The nodes of the leaves that a graph ends in, and all its nodes, each with its used outputs.
-
-    Does not go beyond `stops`.
-    """
-    leaves, pending = [], [(edge.node, edge.output_nr) for edge in edges]
-    reached = {stop.node: set() for stop in stops}
-    while pending:
-        node, output = pending.pop()
-        if node in reached:
-            reached[node].add(output)
-            continue
-        reached[node] = {output}
-        if type(node).__name__ == "AccumulateGrad":
-            leaves.append(node)
-        pending.extend(following for following in node.next_functions if following[0] is not None)
-    return leaves, reached

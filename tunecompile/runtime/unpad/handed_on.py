@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tunecompile.compiler.token_wise import NotTokenWise
 from tunecompile.notes import note
+from tunecompile.runtime.module_watch import holders
 from tunecompile.runtime.unpad.flat_batch import FlatBatch, HasNoTokens
 
 #: what layers wrote -> the dimension that counts tokens. (By sizes alone, [B, H, T, D] may be taken for [3, B, T, D].)
@@ -129,9 +130,35 @@ class RowCall:
         if receiver is not None:
             receiver.mappings |= {id(each.known): each.known for each in changed}
 
-    def is_kept(self, values: Iterable[Any]) -> bool:
-        """Whether a row of tokens is among values that the layer's modules hold, where its model may read it."""
-        return any(isinstance(value, Tensor) and value.shape[:2] == (1, len(self.flat.index)) for value in values)
+    def is_kept(self, values: Iterable[Any], output: Any) -> bool:
+        """Whether a row of tokens is kept where the layer's model may read it.
+
+        The layer is going to run again then: a list from outside does not keep what this call appended.
+
+        Args:
+            values: that the layer's modules hold.
+            output: of the layer, which somebody else may hold, too.
+        """
+        if any(map(self._is_row, values)):
+            return True
+        found, parts = False, output if isinstance(output, (tuple, list)) else (output,)
+        given = set(map(id, (*self.args, *self.kwargs.values())))
+        for row in filter(self._is_row, parts):
+            if id(row) not in given:
+                for holder in holders(row, parts):
+                    found = True
+                    _take_back(holder, row)
+        return found
+
+    def _is_row(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape[:2] == (1, len(self.flat.index))
+
+
+def _take_back(holder: Any, value: Tensor) -> None:
+    if isinstance(holder, (list, deque)):
+        for at in reversed(range(len(holder))):
+            if holder[at] is value:
+                del holder[at]
 
 
 def entries_before(args: tuple, kwargs: dict) -> list[tuple[MutableMapping, dict]]:
