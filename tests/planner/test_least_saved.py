@@ -9,6 +9,7 @@ import tunecompile
 from tests.support.zoo import Stack
 from tunecompile._torch.autograd import CheckpointPolicy
 from tunecompile.cli.compare.meters import count_saved_bytes
+from tunecompile.ops import rms_norm
 from tunecompile.planner.candidates import backward_nodes
 from tunecompile.planner.least_saved import results_to_recompute
 
@@ -170,6 +171,18 @@ def test_copies_of_weights_are_saved_as_they_were():
     weight = joint.input("weight", ROWS, WIDTH)
     narrow = joint(aten.mul.Tensor, weight, 2.0)
     assert joint.recomputed(narrow, read_in_registers=[weight]) == set()
+
+
+def test_a_cast_of_what_is_recomputed_from_inputs_is_recomputed_too():
+    """Of a layer's first norm, as autocast casts it for the linears: the layer's input is there, and read anyway."""
+    for tag in (CheckpointPolicy.MUST_RECOMPUTE, None):
+        joint = Joint()
+        x = joint.input("x", ROWS, WIDTH, dtype=torch.bfloat16)
+        normed = joint(rms_norm.overload, x, joint.input("weight", WIDTH), 1e-5, 0.0, True)
+        if tag is not None:
+            normed.meta["recompute"] = tag
+        narrow = joint(aten._to_copy.default, joint(aten.view.default, normed, [ROWS, WIDTH]), dtype=torch.bfloat16)
+        assert joint.recomputed(narrow, read_in_registers=[x]) == ({narrow} if tag is not None else set())
 
 
 def test_what_is_read_in_registers_is_left_to_the_partitioner():

@@ -75,7 +75,7 @@ def _is_recomputed(node: Node) -> bool:
 
 
 def _cone(node: Node) -> set[Node]:
-    """An element-wise call with those that its value is computed by; empty if all come from inputs, as weights do."""
+    """An element-wise call with those that compute its value; empty if these alone make it of inputs, as of weights."""
     if not _is_elementwise(node) or not tensor_bytes(node.meta.get("val")):
         return set()
     cone, pending, computed = set(), [node], False
@@ -86,6 +86,7 @@ def _cone(node: Node) -> set[Node]:
         if _is_elementwise(each) or _is_recomputed(each):
             cone.add(each)
             pending += each.all_input_nodes
+            computed |= not _is_elementwise(each) and not _is_view(each)  # an op, as a norm of the layer's input
         else:
             computed |= each.op == "call_function"
     return {each for each in cone if _is_elementwise(each)} if computed else set()
