@@ -113,8 +113,8 @@ def _gathered_backward(draw: _Draw) -> list:
 ARGUMENTS: dict[str, Callable[[_Draw], list]] = {
     "rms_norm": lambda draw: _norm(draw, 1, (EPS, 0.0, True)),
     "add_rms_norm": lambda draw: _norm(draw, 2, (EPS, 0.0, True)),
-    "layer_norm": lambda draw: _norm(draw, 1, (draw.normal(WIDTH), EPS)),
-    "add_layer_norm": lambda draw: _norm(draw, 2, (draw.normal(WIDTH), EPS)),
+    "layer_norm": lambda draw: _norm(draw, 1, (draw.normal(WIDTH), EPS, draw.dtype)),
+    "add_layer_norm": lambda draw: _norm(draw, 2, (draw.normal(WIDTH), EPS, draw.dtype)),
     "gated_activation": lambda draw: [draw.normal(ROWS, WIDTH), draw.normal(ROWS, WIDTH), "silu"],
     "weighted_gate": lambda draw: [*(draw.normal(ROWS, n) for n in (WIDTH, WIDTH, 1)), "silu"],
     "clamped_gate": lambda draw: [draw.normal(ROWS, 2 * WIDTH), 1.702, 7.0],

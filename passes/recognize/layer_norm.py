@@ -1,4 +1,7 @@
-"""LayerNorm: torch's own, also between casts, and written out (Cohere); and a residual add followed by LayerNorm."""
+"""LayerNorm: torch's own, also between casts, and written out (Cohere); and a residual add followed by LayerNorm.
+
+The op gives the dtype that is read: under autocast on a GPU torch's own gives fp32 for x in half precision, and a cast
+back that alone reads it becomes part of the op."""
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +17,17 @@ from tunecompile.passes.recognize.add_rms_norm import alike, in_one_dtype
 __all__ = ["ADD", "PASS"]
 
 
-def _once_rounded(match: Match) -> str | None:
-    """Require that the result has x's dtype, weight and bias the length of the last dimension, and eps is a number."""
+def _fits(match: Match) -> str | None:
+    """Require a constant eps, weight and bias of the last dimension's length, and a result in x's dtype or the op's.
+
+    Other casts of the result stay: the planner recomputes them with what they are of.
+    """
     x, out = match.bound["x"], match.outputs[0]
+    if any(node.target == "to" and not isinstance(node.args[1], torch.dtype) for node in match.nodes.values()):
+        return "a cast may move to another device"
     if not isinstance(match.bound["eps"], float):
         return "eps is not a constant"
-    if dtype_of(out) != dtype_of(x):
+    if not value(x).is_floating_point() or dtype_of(out) not in (dtype_of(x), compute_dtype(dtype_of(x))):
         return f"the result is {dtype_of(out)}, x is {dtype_of(x)}"
     for name in ("weight", "bias"):
         given = match.bound.get(name)
@@ -28,32 +36,41 @@ def _once_rounded(match: Match) -> str | None:
     return None if len(match.bound.get("shape", (0,))) == 1 else "normalised over several dimensions"
 
 
-def _in_fp32(match: Match) -> str | None:
+def _of_torch(match: Match) -> str | None:
+    """Require that torch computes as the op does: from x as it is, in fp32, and rounded once.
+
+    torch sums in fp32 where it returns x's dtype, too. Under autocast on a GPU it returns fp32.
+    """
     x, norm = match.bound["x"], match.node("layer_norm")
-    if dtype_of(norm) != compute_dtype(dtype_of(x)):
-        return f"statistics are computed in {dtype_of(norm)}"
-    return _once_rounded(match)
+    given, wide = norm.args[0], compute_dtype(dtype_of(x))
+    if given is not x and dtype_of(given) != wide:
+        return f"x is rounded to {dtype_of(given)} before"
+    rounded_by_torch = norm is match.outputs[0] and dtype_of(norm) == dtype_of(x)
+    if dtype_of(norm) != wide and not rounded_by_torch:
+        return f"the norm is rounded to {dtype_of(norm)} before it is cast"
+    return _fits(match)
 
 
 def _written_in_fp32(match: Match) -> str | None:
-    root = match.node("rsqrt")
-    if dtype_of(root) != compute_dtype(dtype_of(match.bound["x"])):
-        return f"statistics are computed in {dtype_of(root)}"
-    return _once_rounded(match)
+    wide, out = compute_dtype(dtype_of(match.bound["x"])), match.outputs[0]
+    if (given := dtype_of(match.node("sub"))) != wide:  # not the root, which autocast computes in fp32
+        return f"statistics are computed in {given}"
+    scaled = out.args[0] if out.target == "to" else out
+    return f"the scaled value is {dtype_of(scaled)}" if dtype_of(scaled) != wide else _fits(match)
 
 
-def _as_op(x, weight, bias, eps):
-    return layer_norm(x, weight, bias, eps)  # by position, as passes read its arguments
+def _as_op(x, weight, bias, eps, match):
+    return layer_norm(x, weight, bias, eps, dtype_of(match.outputs[0]))  # by position, as passes read its arguments
 
 
-@rewrite("layer_norm_of_casts", to=_as_op, where=_in_fp32)
-def between_casts(x, wide, shape, weight, bias, eps, dtype):
-    return F.layer_norm(x.to(wide), shape, weight, bias, eps).to(dtype)
+@rewrite("layer_norm_of_casts", to=_as_op, where=_of_torch)
+def between_casts(x, shape, weight, bias, eps, dtype):
+    return F.layer_norm(cast(x), shape, weight, bias, eps).to(dtype)
 
 
-@rewrite("layer_norm", to=_as_op, where=_once_rounded)
+@rewrite("layer_norm", to=_as_op, where=_of_torch)
 def torch_norm(x, shape, weight, bias, eps):
-    return F.layer_norm(x, shape, weight, bias, eps)
+    return F.layer_norm(cast(x), shape, weight, bias, eps)
 
 
 def _scaled(centred, other, weight, eps):
@@ -73,8 +90,8 @@ def _shared(x, weight, eps):
     return _scaled(centred, centred, weight, eps)
 
 
-def _without_bias(x, weight, eps):
-    return layer_norm(x, weight, None, eps)
+def _without_bias(x, weight, eps, match):
+    return _as_op(x, weight, None, eps, match)
 
 
 _WRITTEN = [
@@ -106,15 +123,15 @@ def _is_anchor(node):
     return True
 
 
-def _build(x, residual, weight, bias, eps):
-    made = add_layer_norm(*in_one_dtype(x, residual), weight, bias, eps)
+def _build(x, residual, weight, bias, eps, dtype):
+    made = add_layer_norm(*in_one_dtype(x, residual), weight, bias, eps, dtype)
     return made[0], made[1]
 
 
 @rewrite("add_layer_norm", to=_build, where=alike)
-def residual_norm(x, residual, weight, bias, eps):
+def residual_norm(x, residual, weight, bias, eps, dtype):
     total = x + residual
-    return layer_norm(total, weight, bias, eps), total
+    return layer_norm(total, weight, bias, eps, dtype), total
 
 
 def _run_add(graph, context: Context) -> None:

@@ -150,6 +150,7 @@ def test_a_norm_that_is_computed_in_fp32_reads_x_itself(spelling):
     graph, _ = recognized(spelling, *args, passes=PASSES, expect={"layer_norm": 1}, tol=1.2e-2)
     (node,) = [node for node in graph.nodes if node.target is layer_norm.overload]
     assert node.args[0].op == "placeholder" and list(node.args[0].users) == [node]
+    assert node.args[4] is torch.bfloat16  # as its template takes gradients
 
 
 def in_fp64(x, w, b):
@@ -167,6 +168,58 @@ def test_a_norm_that_is_computed_in_fp64_reads_the_wide_copy(spelling):
     graph, _ = recognized(spelling, *args, passes=PASSES)
     for node in graph.nodes:
         assert node.target is not layer_norm.overload or node.args[0].target == "to"
+
+
+def torchs_unrounded(x, w):
+    return F.layer_norm(x.float(), x.shape[-1:], w.float(), None, EPS)
+
+
+def shared_unrounded(x, w):
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + EPS) * w
+
+
+@pytest.mark.parametrize("spelling", [torchs_unrounded, shared_unrounded])
+def test_a_result_that_stays_in_fp32(spelling):
+    """The op gives fp32 for x in bf16: rounded, it would be off by 2e-3. x itself is what it reads, and saves."""
+    x, w = random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16)
+    graph, _ = recognized(spelling, x, w, passes=PASSES, expect={"layer_norm": 1})
+    (node,) = [node for node in graph.nodes if node.target is layer_norm.overload]
+    assert node.args[0].op == "placeholder" and node.args[4] is torch.float32
+
+
+def test_a_result_that_is_rounded_and_then_widened():
+    """In fp32 at once it would be more exact than the model is."""
+    args = (random(2, 3, 8, dtype=torch.bfloat16), *(random(8, dtype=torch.bfloat16) for _ in range(2)))
+
+    def fn(x, w, b):
+        return functional(x, w, b).float()
+
+    graph, _ = recognized(fn, *args, passes=PASSES, expect={"layer_norm": 1}, tol=1.2e-2)
+    (node,) = [node for node in graph.nodes if node.target is layer_norm.overload]
+    assert node.args[4] is torch.bfloat16 and [user.target for user in node.users] == ["to"]
+
+
+def moved(x, w, b):
+    return F.layer_norm(x.to("cpu"), x.shape[-1:], w, b, EPS).to("cpu")
+
+
+def test_a_move_to_a_device_is_no_cast():
+    """The op would read x where it was, and leave its result there."""
+    graph, _ = recognized(moved, random(2, 3, 8), random(8), random(8), passes=PASSES, expect={"layer_norm": 1})
+    (node,) = [node for node in graph.nodes if node.target is layer_norm.overload]
+    assert node.args[0].target == "to" and [user.target for user in node.users] == ["to"]
+
+
+def test_a_weight_in_fp64_scales_in_fp64():
+    """The op would round the weight first."""
+
+    def fn(x, w):
+        return shared_unrounded(x, w).to(x.dtype)
+
+    for dtype, ops in ((torch.float64, {}), (torch.float32, {"layer_norm": 1})):
+        recognized(fn, random(2, 3, 8), random(8, dtype=dtype), passes=family("layer_norm"), expect=ops)
 
 
 @pytest.mark.parametrize("rounded", [False, True])

@@ -238,7 +238,7 @@ def a_layer_norm(name, spelled, inputs, model=None) -> Subject:
         "norms/layer_norm",
         name,
         spelled,
-        lambda op, *args: op(*args, 0.1),
+        lambda op, *args: op(*args, 0.1, args[0].dtype),
         lambda dtype: [
             *(random(3, 6, dtype=dtype) for _ in range(inputs)),
             *(random(6, dtype=dtype) for _ in range(2)),

@@ -12,7 +12,7 @@ __all__ = ["add_layer_norm", "add_layer_norm_backward", "layer_norm", "layer_nor
 
 
 @op(cost=Cost.POINTWISE)
-def layer_norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, dtype: torch.dtype) -> Tensor:
     """Return (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension (arXiv:1607.06450).
 
     Args:
@@ -20,14 +20,15 @@ def layer_norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps:
         weight: [H], any floating dtype, or None.
         bias: [H], any floating dtype, or None.
         eps: added to the variance, in the units of x².
+        dtype: of the result, floating: x's own, or fp32 for x in half precision, as under autocast on a GPU.
 
     Returns:
-        [..., H], in x's dtype, rounded once.
+        [..., H], in `dtype`, rounded once.
     """
     made = _normed(x, eps)[0]
     made = made if weight is None else made * weight.to(made.dtype)
     made = made if bias is None else made + bias.to(made.dtype)
-    return made.to(x.dtype)
+    return made.to(dtype)
 
 
 @layer_norm.backward(saves=("x", "weight", "bias", "eps"), gives=("x", "weight", "bias"))
@@ -72,20 +73,20 @@ def _as(gradient: Tensor, parameter: Tensor | None) -> Tensor:
 
 @op(cost=Cost.POINTWISE)
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
+    x: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return a residual sum and its norm: one read of each, and one pass for both gradients (arXiv:1607.06450).
 
     Args:
         x: [..., H], any floating dtype.
         residual: as x, in shape and dtype.
-        weight: [H], or None. This, bias and eps (in the units of x²): as for `layer_norm`.
+        weight: [H], or None. This, bias, eps (in the units of x²) and dtype (of the norm): as for `layer_norm`.
 
     Returns:
         (`layer_norm` of total, total), with total = x + residual, rounded to their dtype: which the next residual
         addition reads."""
     total = x + residual
-    return layer_norm.reference(total, weight, bias, eps), total
+    return layer_norm.reference(total, weight, bias, eps, dtype), total
 
 
 @add_layer_norm.backward(
