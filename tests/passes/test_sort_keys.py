@@ -38,6 +38,7 @@ FOUND = {
     "by methods": lambda x: both(x.topk(2, dim=-1)[1].view(-1).sort()),
     "an argsort": lambda x: [torch.argsort(ids_of(x), stable=True)],
     "values written to": lambda x: (lambda found: (found[0].clamp_(max=3), found[1]))(torch.sort(ids_of(x))),
+    "scores written to": lambda x: normed(torch.topk(x, 2)),
     "twice": lambda x: [torch.sort(ids_of(x))[0], ids_of(x).argsort(stable=True)],
 }
 LEFT = {
@@ -46,8 +47,20 @@ LEFT = {
     "other numbers": lambda x: both(torch.sort(ids_of(x) * 100_000)),
     "written to": lambda x: both(torch.sort(ids_of(x).mul_(100_000))),
     "written to by another name": lambda x: multiplied(torch.topk(x, 2)[1]),
+    "written to by a function": lambda x: added_to(torch.topk(x, 2)[1]),
     "of two dimensions": lambda x: both(torch.sort(torch.topk(x, 2)[1])),
 }
+
+
+def normed(found):
+    scores = found[0]
+    scores /= scores.sum(-1, keepdim=True)
+    return [scores, *both(torch.sort(found[1].reshape(-1)))]
+
+
+def added_to(ids):
+    torch.add(ids, 100_000, out=ids)
+    return both(torch.sort(ids.reshape(-1)))
 
 
 def multiplied(ids):

@@ -178,5 +178,5 @@ def walk(edges: Sequence[GradientEdge], stops: Sequence[GradientEdge]) -> tuple[
         reached[node] = {output}
         if type(node).__name__ == "AccumulateGrad":
             leaves.append(node)
-        pending.extend(following for following in node.next_functions if following[0] is not None)
+        pending.extend((behind, output) for behind, output in node.next_functions if behind is not None)
     return leaves, reached

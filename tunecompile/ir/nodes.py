@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-__all__ = ["DISTURBED", "first_of", "is_barrier", "is_disturbed", "is_mutation", "node_arg"]
+__all__ = ["DISTURBED", "first_of", "is_barrier", "is_disturbed", "is_mutation", "node_arg", "written_value"]
 
 
 def node_arg(node: Node, i: int) -> Node | None:
@@ -101,6 +101,12 @@ def is_disturbed(first: Node, last: Node, whole_numbers: bool = True) -> bool:
 
 
 def _changes_whole_numbers(node: Node) -> bool:
+    value = written_value(node)
+    return value is not None and not value.is_floating_point() and not value.is_complex()
+
+
+def written_value(node: Node) -> torch.Tensor | None:
+    """Return the value of the tensor that a mutation of the recognize stage writes to; None if that is not known."""
     written = node_arg(node, 0) if is_mutation(node) and "out" not in node.kwargs else None
     value = None if written is None else written.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
+    return value if isinstance(value, torch.Tensor) else None

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
-from tunecompile.ir.nodes import is_disturbed
+from tunecompile.ir.nodes import is_mutation, written_value
 from tunecompile.ir.rewrite import build_before, erase_dead, where_from
 from tunecompile.passes.recognize.experts.ids import asked, is_ascending, source
 
@@ -39,6 +39,18 @@ def _choices_of(topk: Node) -> int | None:
     return number if isinstance(number, int) else None
 
 
+def _ids_change(first: Node, last: Node) -> bool:
+    """Whether whole numbers may be written to in between. Scores often are: `/=` makes their sums 1."""
+    node = last.prev
+    while node is not first:
+        if is_mutation(node):
+            value = written_value(node)
+            if value is None or not value.is_floating_point():
+                return True
+        node = node.prev
+    return False
+
+
 def run(graph: Graph, context: Context) -> None:
     tally = MatchCount("sort_keys")
     for node in list(graph.nodes):
@@ -46,7 +58,7 @@ def run(graph: Graph, context: Context) -> None:
         if ids is None or not is_ascending(node) or value(ids).dtype is not torch.int64:
             continue
         topk = _chosen(ids)
-        if topk is not None and (_choices_of(topk) or _LARGEST) < _LARGEST and not is_disturbed(topk, node):
+        if topk is not None and (_choices_of(topk) or _LARGEST) < _LARGEST and not _ids_change(topk, node):
             tally.found += 1
             if _narrow(graph, node, ids):
                 tally.rewritten += 1
