@@ -137,7 +137,7 @@ class RowCall:
 
         Args:
             values: that the layer's modules hold.
-            output: of the layer, which somebody else may hold, too.
+            output: of the layer, which others can hold as well.
         """
         if any(map(self._is_row, values)):
             return True
