@@ -105,3 +105,41 @@ def test_a_product_that_others_read_is_copied_into_a_concatenation():
         return wide @ wide.t(), first @ b
 
     assert peak(fn).peak == 4 * SQUARE
+
+
+def test_what_is_returned_lives_to_the_end():
+    def fn(a, b):
+        first = a @ b
+        return first, (a @ a) @ b
+
+    assert peak(fn).peak == 3 * SQUARE  # `first`, and a product with its operand
+
+
+def test_code_that_is_fused_through_a_view_needs_no_memory():
+    """Unless what reads the view does."""
+
+    def halves(a, b):
+        return torch.cat([half * 2 for half in (a + b).split(N // 2)])
+
+    assert peak(halves).peak == SQUARE and peak(lambda a, b: (a + b).t() * 2).peak == SQUARE
+    assert peak(lambda a, b: (a + b).t() @ b).peak == 2 * SQUARE
+    assert peak(lambda a, b: torch.cat([half @ b for half in (a + b).split(N // 2)])).peak == 2 * SQUARE
+
+
+def test_what_a_kernel_reads_lives_until_its_call():
+    """Also where its results are in a buffer that was there before."""
+    graph = Graph()
+    given = graph.placeholder("given")
+    read, written, other = (graph.call_function(torch.ops.aten.mm.default, (given, given)) for _ in range(3))
+    call = graph.call_function(torch.sin, (), {"kwargs": {"out": written, "x": read}})
+    result = graph.call_function(getitem, (call, "out"))
+    graph.output((result, other))
+    for node in graph.nodes:
+        node.meta["val"] = {} if node is call else torch.empty(N, N)
+    assert extent(graph).pieces == (SQUARE, SQUARE) and extent(graph).peak == 3 * SQUARE
+    with graph.inserting_before(other):
+        early = graph.call_function(torch.sin, (), {"kwargs": {"out": written, "x": read}})
+    early.meta["val"] = {}
+    call.replace_all_uses_with(early)
+    graph.erase_node(call)
+    assert extent(graph).peak == 2 * SQUARE

@@ -320,6 +320,12 @@ def test_a_mask_of_rows_is_read_by_layers_that_know_documents(monkeypatch):
         made.batch_of(other, (hidden,), {})
     made.running.by_rows = flat
     assert made.batch_of(knows, (hidden,), {}) == (flat, None)
+    made.running.drops = False
+    assert made.batch_of(knows, (hidden,), {}) == (flat, None) and made.batch_of(other, (hidden,), {}) is None
+    for where in ("in_backward", "in_checkpoint"):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, where, lambda: True)
+            assert made.batch_of(knows, (hidden,), {}) is None, "it would be repeated without knowing"
 
 
 def test_a_cache_that_the_model_made_is_left_out(monkeypatch):

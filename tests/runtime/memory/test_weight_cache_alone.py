@@ -1,0 +1,214 @@
+"""When adapters are written into the matrix of their weights: products of two small weights, without a model."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tunecompile.compiler.weight_layout import FusedWeightSlots
+from tunecompile.ops.nf4 import dequantize_4bit
+from tunecompile.runtime.memory import weight_cache
+from tunecompile.runtime.memory.weight_cache import WeightCache
+
+RANK, ROWS, COLUMNS, BLOCK = 2, 4, 8, 8
+
+
+class Product:
+    """Two weights that are read together, with adapters: `[[W, scale B], [A, 0]]`, or `[W; A]` of dense ones.
+
+    Its inputs are those of a compiled graph: what the weights are made of, then A and B of each.
+    """
+
+    scales = (2.0, 0.5)
+
+    def __init__(self, dense: bool, seed: int = 0):
+        self.dense, self.generator = dense, torch.Generator().manual_seed(seed)
+        made = [self._weight() for _ in range(2)]
+        self.inputs, weights = [], []
+        for parts in made:
+            start = len(self.inputs)
+            tensors = [part for part in parts if isinstance(part, Tensor)]
+            places = iter(range(start, start + len(tensors)))
+            self.inputs += tensors
+            weights.append(tuple(next(places) if isinstance(part, Tensor) else (part,) for part in parts))
+        begin = len(self.inputs)
+        shape = (2 * ROWS + 2 * RANK, COLUMNS if dense else COLUMNS + 2 * RANK)
+        self.position = FusedWeightSlots(
+            *(0, tuple(weights), (begin, begin + 1), (begin + 2, begin + 3)),
+            *(self.scales, shape, COLUMNS, torch.float32, dense),
+        )
+        self.inputs += self.adapters()
+
+    def _weight(self) -> list:
+        if self.dense:
+            return [nn.Parameter(torch.randn(ROWS, COLUMNS, generator=self.generator), requires_grad=False)]
+        packed = torch.randint(0, 256, (ROWS * COLUMNS // 2, 1), dtype=torch.uint8, generator=self.generator)
+        absmax = torch.rand(ROWS * COLUMNS // BLOCK, generator=self.generator) + 0.5
+        return [packed, absmax, None, None, None, ROWS, COLUMNS, BLOCK, "nf4", torch.float32]
+
+    def adapters(self) -> list[Tensor]:
+        shapes = [(RANK, COLUMNS)] * 2 + [(ROWS, RANK)] * 2
+        return [nn.Parameter(torch.randn(shape, generator=self.generator)) for shape in shapes]
+
+    def step(self) -> None:
+        """As an optimizer does that autograd's counters do not see."""
+        for adapter in self.inputs[-4:]:
+            adapter.data.add_(1.0)
+
+    def expected(self) -> Tensor:
+        matrix = torch.zeros(self.position.shape)
+        for i, weight in enumerate(self.position.weights):
+            parts = [self.inputs[part] if isinstance(part, int) else part[0] for part in weight]
+            rows, a, b = slice(i * ROWS, (i + 1) * ROWS), self.inputs[i - 4], self.inputs[i - 2]
+            matrix[rows, :COLUMNS] = parts[0] if self.dense else dequantize_4bit.choose(parts).run(*parts)
+            ranks = slice(i * RANK, (i + 1) * RANK)
+            matrix[2 * ROWS :][ranks, :COLUMNS] = a
+            if not self.dense:
+                matrix[rows, COLUMNS:][:, ranks] = self.scales[i] * b
+        return matrix
+
+    def forward(self, cache: WeightCache) -> Tensor:
+        """The matrix that a compiled forward gets."""
+        given = cache.forward(lambda inputs: inputs, [self.position])(list(self.inputs))
+        assert all(x is y for x, y in zip(given[1:], self.inputs[1:]))
+        return given[0]
+
+    def right(self, cache: WeightCache) -> bool:
+        return torch.equal(self.forward(cache), self.expected())
+
+
+@pytest.fixture(params=[False, True], ids=["4-bit", "dense"])
+def product(request):
+    return Product(request.param)
+
+
+def test_a_matrix_holds_weights_and_adapters(product):
+    """It is made once; and what an optimizer wrote to adapters is in it from the next step on."""
+    cache = WeightCache()
+    cache.begin(0)
+    assert product.right(cache)
+    first = product.forward(cache)
+    assert cache.bytes == (0 if product.dense else first.nbytes)
+    for _ in range(2):
+        product.step()
+        assert not product.right(cache), "the step has not begun"
+        cache.begin(0)
+        assert product.right(cache) and product.forward(cache).data_ptr() == first.data_ptr()
+
+
+def test_other_adapters_of_the_same_weights(product):
+    """They are written where they are met, and at each beginning of a step from then on."""
+    cache = WeightCache()
+    assert product.right(cache)
+    cache.begin(0)
+    own = product.inputs[-4:]
+    product.inputs[-4:] = product.adapters()
+    assert product.right(cache) and not cache.writers
+    cache.begin(0)
+    assert product.right(cache), "those that are gone are not written over them"
+    product.step()
+    cache.begin(0)
+    assert product.right(cache)
+    product.inputs[-4:] = own
+    assert product.right(cache)
+
+
+def test_adapters_that_are_met_write_once(product):
+    """The writer stays, as long as each call has those that it knows: it is made by a launch on a GPU."""
+    cache = WeightCache()
+    assert product.right(cache)
+    cache.begin(0)
+    writer = cache.writers[0]
+    for _ in range(2):
+        assert product.right(cache)
+        cache.begin(0)
+        assert cache.writers[0] is writer
+
+
+def test_weights_that_layers_of_two_stacks_read(product):
+    """Either's first layer has adapters written: nobody knows which of them runs first in the next step."""
+    cache = WeightCache()
+    assert product.right(cache)
+    cache.begin(0)
+    cache.enter(0, stack=1)
+    matrix = product.forward(cache)._matrix
+    assert matrix.stack is None and not cache.writers
+    for stack in (0, 1):
+        product.step()
+        cache.begin(stack)
+        assert product.right(cache)
+    assert matrix.stack is None and set(cache.writers) == {0, 1}
+
+
+def test_weights_of_one_stack_are_written_before_it_alone(product):
+    cache = WeightCache()
+    assert product.right(cache) and product.forward(cache)._matrix.stack == 0
+    product.step()
+    cache.begin(1)
+    assert not product.right(cache)
+    cache.begin(0)
+    assert product.right(cache)
+
+
+def test_weights_that_are_written_to_are_read_again(product):
+    cache = WeightCache()
+    assert product.right(cache)
+    with torch.no_grad():
+        product.inputs[0].copy_(product.inputs[0].flip(0))
+    assert product.right(cache)
+    product.inputs[0].data = product.inputs[0].data.clone()  # as .to(device) does
+    assert product.right(cache)
+    cache.begin(0)
+    assert product.right(cache) and len(cache.matrices) + len(cache.moved) == 1
+
+
+def test_what_is_given_back_is_made_again(product):
+    """Dense weights have memory of their own again: a model that moves to another device takes them along."""
+    cache = WeightCache()
+    assert product.right(cache)
+    cache.begin(0)
+    cache.move_out()
+    assert not cache.matrices and not cache.moved and not cache.writers
+    if product.dense:
+        weights = product.inputs[:2]
+        assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
+    assert product.right(cache)
+    cache.begin(0)
+    cache.release()
+    assert not cache.bytes and not cache.writers and product.right(cache)
+
+
+def test_weights_that_stand_elsewhere_are_not_moved_out(monkeypatch):
+    """They were replaced, and what has their name may be part of another matrix."""
+    cache, product, moved = WeightCache(), Product(dense=True), []
+    monkeypatch.setattr(weight_cache, "move_out", moved.append)
+    assert product.right(cache)
+    product.inputs[1].data = product.inputs[1].data.clone()
+    cache.move_out()
+    assert moved == [] and not cache.moved
+
+
+def test_adapters_without_memory_are_not_written(product):
+    """As an engine leaves those that it gathers for a layer's call."""
+    cache = WeightCache()
+    assert product.right(cache)
+    cache.begin(0)
+    product.inputs[-1].untyped_storage().resize_(0)
+    cache.begin(0)
+    assert not cache.matrices and not cache.moved and not cache.writers[0].addresses
+
+
+def test_a_backward_reads_the_adapters_of_its_forward(product):
+    """Another adapter ran between, and the next step writes the one that was written last."""
+    cache = WeightCache()
+    given, own = [product.forward(cache), *product.inputs[1:]], list(product.inputs)
+    product.inputs[-4:] = product.adapters()
+    assert product.right(cache)
+    cache.begin(0)
+    product.inputs = own
+    run = cache.backward(lambda inputs: inputs[0].clone(), [product.position])
+    assert torch.equal(run(given), product.expected()) and not cache.writers
+    cache.begin(0)
+    assert torch.equal(run(given), product.expected()) and cache.writers
+    del cache
+    product.inputs[-4:] = given[-4:] = product.adapters()
+    assert torch.equal(run(given), product.expected()), "the model was restored"
