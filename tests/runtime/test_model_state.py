@@ -1,10 +1,13 @@
 """What the parts of one model share."""
 
+from types import SimpleNamespace
+
 from torch import nn
 
 from tunecompile.integrations.rank_store import RankStore
 from tunecompile.runtime import model_state
 from tunecompile.runtime.model_state import State
+from tunecompile.runtime.parts import StepTelemetry
 
 
 def test_the_ranks_store_is_looked_for_once(monkeypatch):
@@ -19,3 +22,11 @@ def test_the_ranks_store_is_looked_for_once(monkeypatch):
     assert state.has_store is True and state.store is store and made == [model]
     assert State(model, settings, (), store).store is store and State(model, settings, (), store).has_store is True
     assert made == [model]
+
+
+def test_steps_are_timed_where_a_monitor_may_ask():
+    part = StepTelemetry()
+    part.telemetry = None
+    assert part.step_ms is None
+    part.telemetry = SimpleNamespace(step_ms=12.5)
+    assert part.step_ms == 12.5

@@ -88,3 +88,11 @@ def test_what_goes_into_a_tensor_of_the_callers_is_there_at_once(function):
         out = torch.zeros_like(expected)
         function(deferred(head_of(linear()), states()), *given, out=out)
     assert torch.equal(out, expected)
+
+
+def test_a_logsumexp_of_log_probabilities_is_computed():
+    """It is zero in each row, and no step to a loss."""
+    found, _, _ = compared(lambda logits, given: logits.log_softmax(-1).logsumexp(-1))
+    assert found[0].abs().max() < 1e-12
+    taken = deferred(head_of(linear()), states()).log_softmax(-1).logsumexp(-1)
+    assert not isinstance(taken, LazyTensor)

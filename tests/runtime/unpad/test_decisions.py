@@ -89,6 +89,8 @@ def test_decisions_for_padding(given):
     watch = Watch()
     made = decide(mask, (0,), watch, None)
     assert made.flat.drops and made.reason is None and watch.asked == [given.model]
+    long = read_padding((torch.arange(20) < torch.tensor([[11], [20]])).long(), None).documents
+    assert FlatBatch.of(long).longest.shape[0] == 24, "lengths are rounded up, so that few of them differ"
     refused = types.SimpleNamespace()
     assert decide(mask, (0,), watch, refused).reason is refused and len(watch.asked) == 1
     assert decide(mask, (0,), Watch("looks"), None).reason == "looks"
@@ -110,6 +112,8 @@ def test_decisions_for_documents(given):
     seen = (document[:, :, None] == document[:, None, :]) & torch.ones(6, 6, dtype=torch.bool).tril()
     made = decide(seen[:, None], (0,), Watch(), "refused")
     assert made.flat.offsets[:3].tolist() == [0, 3, 6] and not made.flat.drops
+    bounds = decide(torch.tensor([0, 2, 6], dtype=torch.int32), (0,), Watch(), None).flat
+    assert bounds.fills == "attention_mask" and made.flat.fills == "", "layers have a mask already"
     looks = decide(seen[:, None], (0,), Watch("looks"), None)
     assert (looks.flat, looks.reason, looks.batches) == (None, "looks", PACKED)
     whole = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
@@ -326,6 +330,20 @@ def test_a_mask_of_rows_is_read_by_layers_that_know_documents(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(module, where, lambda: True)
             assert made.batch_of(knows, (hidden,), {}) is None, "it would be repeated without knowing"
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_bounds_of_documents_are_decided_once(packs, monkeypatch):
+    """A checkpoint repeats layers of an earlier call, which counts as packed where they were."""
+    made, bounds = unpadding(), torch.tensor([0, 2, 6])
+    decided, decision = [], UnpadDecision(whole_rows().flat) if packs else AS_IT_COMES
+    monkeypatch.setattr(made, "_decide", lambda *given: decided.append(given) or decision)
+    for _ in range(2):
+        made.running = call = OwnerCall({})
+        assert made._repeatable("layer", bounds) is decision
+        assert call.decided and call.packs is packs and len(decided) == 1
+    made.running = None
+    assert made._repeatable("layer", bounds) is decision and made._repeatable("layer", bounds.clone()) is AS_IT_COMES
 
 
 def test_a_cache_that_the_model_made_is_left_out(monkeypatch):
