@@ -48,6 +48,7 @@ LEFT = {
     "written to": lambda x: both(torch.sort(ids_of(x).mul_(100_000))),
     "written to by another name": lambda x: multiplied(torch.topk(x, 2)[1]),
     "written to by a function": lambda x: added_to(torch.topk(x, 2)[1]),
+    "scores by name": lambda x: both(torch.sort(torch.topk(input=x, k=2)[1].reshape(-1))),
     "of two dimensions": lambda x: both(torch.sort(torch.topk(x, 2)[1])),
 }
 

@@ -37,7 +37,7 @@ from tunecompile.runtime.region import CallKind, Region
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW
-from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
+from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written, take_back
 from tunecompile.runtime.unpad.image_bounds import LONGEST_IMAGE, ImageBounds
 from tunecompile.runtime.unpad.pair_masks import real_masks
 from tunecompile.runtime.unpad.unpad import Unpadding
@@ -109,7 +109,8 @@ class LayerSlot:
             output = self._run_as(mode, row.args, row.kwargs)
             self.padding.layer_ran()
             row.hand_on(last_met(), self.padding.running)
-            if self.padding.is_new(last_met()) and self.inside is not None and row.is_kept(self.inside.kept(), output):
+            kept = self.inside.kept() if self.padding.is_new(last_met()) and self.inside is not None else None
+            if kept is not None and row.is_kept(kept, output, self.padding.stale):
                 raise NotTokenWise(note("output-holds-more"))
         except NotTokenWise as refused:
             self._forget_variant()
@@ -125,7 +126,9 @@ class LayerSlot:
         if drops:
             raise NotTokenWise(reason)
         self.padding.refuse(reason, PACKED)
-        return self._as_it_comes(mode, args, kwargs)
+        output = self._as_it_comes(mode, args, kwargs)
+        take_back(self.padding.stale)
+        return output
 
     def _as_it_comes(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
         """The call on the batch, with masks that were not made yet: Dynamo cannot trace what computes them."""

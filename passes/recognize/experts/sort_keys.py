@@ -34,6 +34,8 @@ def _chosen(ids: Node) -> Node | None:
 
 def _choices_of(topk: Node) -> int | None:
     """Among how many `topk` chooses; None where that is no constant."""
+    if not topk.args:
+        return None
     dim, scores = asked(topk, "k", "dim")[1], value(topk.args[0])
     number = scores.shape[-1 if dim is None else dim] if isinstance(scores, torch.Tensor) else None
     return number if isinstance(number, int) else None

@@ -108,6 +108,31 @@ def test_an_input_that_is_the_same_under_one_shape_alone_is_copied():
     assert place.layer.fixed() == {0} and place.layer.calls == 5 and place.seen == 3
 
 
+def test_launches_are_summed_over_all_layers_of_a_further_shape():
+    """Also where nothing may be recorded: a plan that copies to the host is weighed against one that leaves room. A further shape's
+    clock knows in the middle of its first pass."""
+    replays, weights = replay.GraphReplays(CpuRecorder()), [torch.ones(3) for _ in range(8)]
+    replays.allowance = Allowance(0, 100, 8, True)
+    graph = replays.forward(lambda inputs: [inputs[0] * inputs[1]], handed=1, parameters=[0])
+    for length in (6, 7):
+        for weight in weights:
+            graph([weight, torch.ones(length, 3), length])
+        replays.passes += 1
+    assert graph.clocks[7,].waiting and sum(shape == (7,) for shape, *_ in graph.places) == 8
+
+
+def test_an_expanded_input_does_not_empty_the_allocators_cache():
+    """Such a layer is never recorded, and the cache would be emptied at each of its calls under a budget."""
+    replays = replay.GraphReplays(CpuRecorder())
+    replays.allowance = Allowance(1000, 100, 1, True)
+    graph = replays.forward(lambda inputs: [inputs[0] * inputs[1]], handed=1, parameters=[0])
+    weight = torch.ones(3)
+    for _ in range(12):
+        graph([weight, torch.ones(1, 3).expand(4, 3), 4])
+        replays.passes += 1
+    assert graph.clocks[4,].waiting and not replays.recorder.releases and not replays.recorded
+
+
 def test_a_plan_without_room_is_not_asked_again():
     """Each layer's call would count the recordings of all layers, and ask the allocator."""
     replays = replay.GraphReplays(CpuRecorder())

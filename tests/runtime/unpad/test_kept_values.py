@@ -40,6 +40,20 @@ class InSharedList(Kept):
         self.shared.values.append(value)
 
 
+class InSlots(Kept):
+    """By number, where the list has a place for each layer."""
+
+    def keep(self, value):
+        values = self.shared.values
+        values += [None] * (2 - len(values))
+        values[self.number] = value
+
+
+class InPairs(Kept):
+    def keep(self, value):
+        self.shared.values.append((self.number, value))
+
+
 class InGivenList(modeling.LlamaDecoderLayer):
     of_result = False
 
@@ -51,8 +65,8 @@ class InGivenList(modeling.LlamaDecoderLayer):
 
 def build(kind: type, of_result: bool) -> torch.nn.Module:
     model, shared = zoo.make("llama", num_hidden_layers=2), types.SimpleNamespace(values=[])
-    for layer in model.model.layers:
-        layer.__class__, layer.of_result, layer.shared = kind, of_result, shared
+    for number, layer in enumerate(model.model.layers):
+        layer.__class__, layer.of_result, layer.shared, layer.number = kind, of_result, shared, number
     return model
 
 
@@ -63,7 +77,8 @@ def step(model: torch.nn.Module, inputs: dict) -> tuple[float, dict]:
     layers[0].shared.values.clear()
     loss = model(**inputs, **({"given": given} if isinstance(layers[0], InGivenList) else {})).loss
     own = [kept for layer in layers for kept in (getattr(layer, "kept", None), *getattr(layer, "values", ()))]
-    values = [value for value in (*given, *layers[0].shared.values, *own) if value is not None]
+    held = (value[1] if isinstance(value, tuple) else value for value in layers[0].shared.values)
+    values = [value for value in (*given, *held, *own) if value is not None]
     assert len(values) == 2
     loss = loss + sum(value.square().mean() for value in values)
     loss.backward()
@@ -78,6 +93,8 @@ def step(model: torch.nn.Module, inputs: dict) -> tuple[float, dict]:
         pytest.param(InSharedList, False, marks=pytest.mark.slow),
         (InAttribute, True),
         (InSharedList, True),
+        (InSlots, True),
+        (InPairs, True),
         pytest.param(InAttributesList, True, marks=pytest.mark.slow),
         pytest.param(InGivenList, True, marks=pytest.mark.slow),
     ],

@@ -217,6 +217,7 @@ def test_other_tensors_are_made_as_they_were(monkeypatch):
     for make in (
         lambda: torch.tensor(1.0),
         lambda: torch.tensor(1.0, device="cpu"),
+        lambda: torch.tensor(torch.finfo(torch.float64).min, device="meta", dtype=torch.float32),
         lambda: torch.tensor([1.0], device="meta"),
         lambda: torch.tensor(1.0, device="meta", requires_grad=True),
     ):

@@ -235,14 +235,16 @@ class Forward:
         clock = self.clocks.get(shape)
         if clock is None:
             clock = self.clocks[shape] = Clock(self.shared.recorder, loads=not self.clocks)
-        if clock.waiting is False or (clock.waiting and self.shared.closed):
+        if clock.waiting is False:
             return self.run(inputs)
-        place = self._place(shape, inputs)
+        place = self._place(shape, inputs)  # what launches take is summed over these, see `launching`
+        if clock.waiting and self.shared.closed:
+            return self.run(inputs)
         phase = self._phase(clock, place)
         if phase is Phase.TIMING:
             return clock.time(self.run, inputs, _device(inputs), self.shared.passes)
         recording = None
-        if phase is Phase.RECORDING and self._room(shape, inputs) and recordable(inputs, self.shared.recorder.device):
+        if phase is Phase.RECORDING and recordable(inputs, self.shared.recorder.device) and self._room(shape, inputs):
             recording = self._record(shape, place, inputs)
         elif phase is Phase.REPLAYING:
             recording = self._replayable(place, inputs)

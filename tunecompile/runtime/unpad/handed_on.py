@@ -130,14 +130,14 @@ class RowCall:
         if receiver is not None:
             receiver.mappings |= {id(each.known): each.known for each in changed}
 
-    def is_kept(self, values: Iterable[Any], output: Any) -> bool:
+    def is_kept(self, values: Iterable[Any], output: Any, stale: list[tuple[Any, Any]]) -> bool:
         """Whether a row of tokens is kept where the layer's model may read it.
-
-        The layer is going to run again then: a list from outside does not keep what this call appended.
 
         Args:
             values: that the layer's modules hold.
             output: of the layer, which others can hold as well.
+            stale: gets (list, entry) for what was put into lists. The layer is going to run again, with its padding,
+                and `take_back` what is still there then.
         """
         if any(map(self._is_row, values)):
             return True
@@ -147,18 +147,29 @@ class RowCall:
             if id(row) not in given:
                 for holder in holders(row, parts):
                     found = True
-                    _take_back(holder, row)
+                    stale += _entries(holder, row)
         return found
 
     def _is_row(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape[:2] == (1, len(self.flat.index))
 
 
-def _take_back(holder: Any, value: Tensor) -> None:
+def _entries(holder: Any, value: Any) -> list[tuple[Any, Any]]:
+    """(List, entry) for a value in a list, or in tuples and dictionaries that are entries of lists."""
     if isinstance(holder, (list, deque)):
+        return [(holder, value)]
+    if not isinstance(holder, (tuple, dict)):
+        return []
+    return [(outer, holder) for outer in holders(holder, None) if isinstance(outer, (list, deque))]
+
+
+def take_back(stale: list[tuple[Any, Any]]) -> None:
+    """Delete entries that a layer put into lists before it ran again: unless others stand in their place by now."""
+    for holder, entry in stale:
         for at in reversed(range(len(holder))):
-            if holder[at] is value:
+            if holder[at] is entry:
                 del holder[at]
+    stale.clear()
 
 
 def entries_before(args: tuple, kwargs: dict) -> list[tuple[MutableMapping, dict]]:

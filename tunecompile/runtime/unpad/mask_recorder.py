@@ -60,7 +60,9 @@ def _is_number_for_gpu(args: tuple, kwargs: dict) -> bool:
     """
     on = kwargs.get("device")
     plain = len(args) == 1 and type(args[0]) in (bool, int, float) and kwargs.keys() <= {"device", "dtype"}
-    return plain and on is not None and torch.device(on).type == "cuda"
+    if not plain or on is None or torch.device(on).type != "cuda":
+        return False
+    return abs(args[0]) <= torch.finfo(torch.float32).max  # `full` refuses what `tensor` rounds to infinity
 
 
 @contextlib.contextmanager

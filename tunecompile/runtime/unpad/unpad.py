@@ -33,7 +33,7 @@ from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, Unpa
 from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
 from tunecompile.runtime.unpad.given_masks import bounds_in, is_given, mask_in, padding_in
-from tunecompile.runtime.unpad.handed_on import is_seen
+from tunecompile.runtime.unpad.handed_on import is_seen, take_back
 from tunecompile.runtime.unpad.mask_recorder import compiled_parts, recorder_for
 from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of
 from tunecompile.runtime.unpad.pair_masks import identity, version
@@ -74,6 +74,7 @@ class Unpadding:
             Any, MaskDecision
         ] = {}  #: by identity; a checkpoint repeats a layer when the call is long over
         self.looked: weakref.WeakSet[MetGraph] = weakref.WeakSet()  #: graphs that ran
+        self.stale: list[tuple[Any, Any]] = []  #: what layers put into lists of the user's, and have to run again for
         self.recorded = False  #: whether masks of any call were recorded in place of being made
         self.running: OwnerCall | None = None
         self.last: LastCall | None = None  #: that left out hidden states at padding
@@ -120,7 +121,9 @@ class Unpadding:
                 output = call_original(self.owner, *args, **kwargs)
         except NotTokenWise as found:  # from the compiler, before anything of this layer ran
             self.refuse(found.reason, PACKED if call.packs and not call.drops else PADDED)
-            return self._run(OwnerCall(call.given), args, kwargs)
+            output = self._run(OwnerCall(call.given), args, kwargs)
+            take_back(self.stale)
+            return output
         finally:
             self.running = before
             for known in self.masks.values():
