@@ -1,5 +1,6 @@
 """Masks of long rows are recorded as what they are computed of, and computed where somebody reads them."""
 
+import contextlib
 import copy
 import math
 import pickle
@@ -217,11 +218,23 @@ def test_other_tensors_are_made_as_they_were(monkeypatch):
     for make in (
         lambda: torch.tensor(1.0),
         lambda: torch.tensor(1.0, device="cpu"),
-        lambda: torch.tensor(torch.finfo(torch.float64).min, device="meta", dtype=torch.float32),
         lambda: torch.tensor([1.0], device="meta"),
         lambda: torch.tensor(1.0, device="meta", requires_grad=True),
     ):
         assert made(make).numel() == 1
+
+
+@pytest.mark.parametrize("value, filled", [(torch.finfo(torch.float64).min, 0), (torch.finfo(torch.float32).min, 1)])
+def test_a_number_that_is_rounded_to_infinity_is_copied(value, filled, monkeypatch):
+    """`full` refuses it."""
+    asked = []
+    monkeypatch.setattr(torch, "full", lambda *given, **named: asked.append(given))
+    with contextlib.suppress(RuntimeError, AssertionError):  # of torch without a GPU
+        made(lambda: torch.tensor(value, device="cuda", dtype=torch.float32))
+    assert len(asked) == filled
+    with pytest.raises(RuntimeError):
+        monkeypatch.undo()
+        torch.full((), torch.finfo(torch.float64).min, dtype=torch.float32)
 
 
 class OnGpu(torch.Tensor):

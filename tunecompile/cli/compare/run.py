@@ -271,7 +271,7 @@ def check_jobs(comparison: Comparison, present: Sequence[System], scratch: str) 
         one.replace(
             layers=CHECK_LAYERS,
             shapes=tuple(str(parse_shape(shape).within(CHECK_LENGTH)) for shape in one.shapes[:1]),
-            steps=max(WARMUP + 1, CHECK_STEPS),
+            steps=CHECK_STEPS,
         )
         if one.shapes
         else one.replace(steps=max(WARMUP + 1, min(comparison.reference_steps, one.steps)))
