@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.passes.norms import centred_norm
 from tests.support.passes.run import check, family, random
 from tests.support.passes.traced import recognized
 from tunecompile.ops import layer_norm
@@ -228,10 +229,7 @@ def test_statistics_in_half_precision_stay(twice, rounded):
     """The op computes them in fp32."""
 
     def fn(x, w):
-        mean = x.mean(-1, keepdim=True)
-        centred = x - mean
-        made = w * (centred * torch.rsqrt(((x - mean) if twice else centred).pow(2).mean(-1, keepdim=True) + EPS))
-        return made.to(torch.bfloat16) if rounded else made
+        return centred_norm(x, w, twice, rounded)
 
     for dtype, ops in ((torch.bfloat16, {}), (torch.float32, {"layer_norm": 1})):
         given = torch.randn(2, 3, 8).to(dtype).requires_grad_(), torch.randn(8).to(dtype).requires_grad_()

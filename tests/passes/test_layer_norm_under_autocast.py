@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 from tests.support.autocast import norms_as_on_a_gpu
+from tests.support.passes.norms import centred_norm
 from tests.support.passes.run import check, family, random
 from tunecompile.compiler.backend import Backend
 from tunecompile.ops import add_layer_norm, layer_norm
@@ -154,10 +155,7 @@ def test_a_mean_in_half_precision_stays(twice, rounded):
     """Powers and all behind them are in fp32; the mean, and what it is taken off, are rounded."""
 
     def fn(x, w):
-        mean = x.mean(-1, keepdim=True)
-        centred = x - mean
-        made = w * (centred * torch.rsqrt(((x - mean) if twice else centred).pow(2).mean(-1, keepdim=True) + EPS))
-        return made.to(BF16) if rounded else made
+        return centred_norm(x, w, twice, rounded)
 
     for dtype, ops in ((BF16, {}), (FP32, {"layer_norm": 1})):
         found = seen(fn, random(2, 3, 8, dtype=dtype), random(8, dtype=dtype), whole=False)
