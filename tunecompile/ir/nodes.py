@@ -3,13 +3,13 @@
 import functools
 import inspect
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-__all__ = ["DISTURBED", "first_of", "is_barrier", "is_disturbed", "is_mutation", "node_arg", "written_value"]
+__all__ = ["DISTURBED", "between", "first_of", "is_barrier", "is_disturbed", "is_mutation", "node_arg", "written_value"]
 
 
 def node_arg(node: Node, i: int) -> Node | None:
@@ -92,12 +92,18 @@ def is_disturbed(first: Node, last: Node, whole_numbers: bool = True) -> bool:
     Returns:
         True where a barrier stands between them.
     """
+    return any(
+        is_barrier(node) and (whole_numbers or not _changes_whole_numbers(node)) for node in between(first, last)
+    )
+
+
+def between(first: Node, last: Node) -> Iterator[Node]:
+    """Yield the nodes of a graph that stand between two, from the last one to the first."""
     node = last
     while node is not first:
         node = node.prev
-        if node is not first and is_barrier(node) and (whole_numbers or not _changes_whole_numbers(node)):
-            return True
-    return False
+        if node is not first:
+            yield node
 
 
 def _changes_whole_numbers(node: Node) -> bool:

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
-from tunecompile.ir.nodes import is_mutation, written_value
+from tunecompile.ir.nodes import between, is_mutation, written_value
 from tunecompile.ir.rewrite import build_before, erase_dead, where_from
 from tunecompile.passes.recognize.experts.ids import asked, is_ascending, source
 
@@ -43,14 +43,8 @@ def _choices_of(topk: Node) -> int | None:
 
 def _ids_change(first: Node, last: Node) -> bool:
     """Whether whole numbers may be written to in between. Scores often are: `/=` makes their sums 1."""
-    node = last.prev
-    while node is not first:
-        if is_mutation(node):
-            value = written_value(node)
-            if value is None or not value.is_floating_point():
-                return True
-        node = node.prev
-    return False
+    written = (written_value(node) for node in between(first, last) if is_mutation(node))
+    return any(each is None or not each.is_floating_point() for each in written)
 
 
 def run(graph: Graph, context: Context) -> None:
