@@ -199,4 +199,4 @@ def test_a_result_is_read_as_it_was_only_where_nobody_changed_it():
     assert enters(padded) is not made
     watched = flat.leave(torch.randn(1, len(flat.index), 4, requires_grad=True) * 1, keep=True)
     watched.register_hook(lambda grad: None)
-    assert enters(watched) is not flat.last[2]
+    assert enters(watched) is not flat.rows.last[2]

@@ -72,9 +72,9 @@ def test_results_are_read_as_they_were_before_they_were_padded(keep, named):
     assert entered(padded)[0] is not row
     flat.leave(row, keep=False)
     again = flat.leave(row, keep=True)
-    assert flat.shared
+    assert flat.rows.shared
     flat.forget()
-    assert not flat.shared and flat.last is None and entered(again)[0] is not row
+    assert not flat.rows.shared and flat.rows.last is None and entered(again)[0] is not row
 
 
 def test_results_of_any_form():
@@ -84,11 +84,11 @@ def test_results_of_any_form():
     pair = flat.leave(Pair(row, other), keep=True)
     assert type(pair) is Pair and pair.first.shape == (2, 6, 3) and pair.second is other
     assert flat.leave([row, None], keep=False)[1] is None and flat.leave(5, keep=True) == 5
-    flat.last = None
+    flat.rows.last = None
     made = flat.leave(OrderedDict(x=row), keep=True)
-    assert type(made) is OrderedDict and made["x"].shape == (2, 6, 3) and flat.last is None
+    assert type(made) is OrderedDict and made["x"].shape == (2, 6, 3) and flat.rows.last is None
     flat.leave((other, row), keep=True)
-    assert flat.last is None, "the next layer is given the first"
+    assert flat.rows.last is None, "the next layer is given the first"
     whole = FlatBatch.of_whole_rows(2, 6, 0, torch.device("cpu"))
     assert torch.equal(whole.leave(row, keep=False), row[:, :12].view(2, 6, 3))
 

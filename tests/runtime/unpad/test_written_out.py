@@ -131,19 +131,21 @@ def test_whole_rows_are_presumed_and_others_are_run_again(family, masks, more, m
     assert flattened(model) == SURPRISES + 1 and not find(model, "padding-kept"), tunecompile.report(model)
 
 
-def test_presumed_masks_are_read_behind_the_first_layer(monkeypatch):
-    """On a GPU some forty small launches would stand before it, for which the device waits."""
+def test_presumed_masks_are_read_behind_layers(monkeypatch):
+    """On a GPU some forty small launches would stand before the first, or before the second while the device is done
+    with the first: for both it would wait."""
     done, read, ran = [], presume.begin_reading, LayerSlot._run_as
     monkeypatch.setattr(presume, "begin_reading", lambda *given: done.append("mask") or read(*given))
     monkeypatch.setattr(LayerSlot, "_run_as", lambda *given: done.append("layer") or ran(*given))
-    model = tunecompile.optimize(attending(use_cache=False, attn_implementation="eager"), executor="eager")
+    made = attending(use_cache=False, attn_implementation="eager", num_hidden_layers=3)
+    model = tunecompile.optimize(made, executor="eager")
     layers = 0
     for seed in range(AFTER + 1):
         assert "mask" not in done
         layers = max(layers, len(done))
         done.clear()
         zoo.step(model, zoo.batch(256, 2, 8, seed=seed))
-    assert done == ["layer", "mask"] + ["layer"] * (layers - 1) and layers > 1
+    assert done == ["layer", "layer", "mask", "layer"] and layers == 3
 
 
 def test_a_rank_never_runs_layers_again_by_itself(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,18 @@ BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 
 
 @dataclass
+class Rows:
+    """What layers that are given the same tokens read of each other, as the row that it was."""
+
+    #: tensors that several layers are given, such as rotary tables, and what became of them
+    shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    #: the last layer's result, padded and flat
+    last: tuple[weakref.ref, int, Tensor] | None = None
+    #: what layers hand on beside their results, by the padded tensor's id: padded, its version, and flat
+    handed: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+
+
+@dataclass
 class FlatBatch:
     """The real tokens of one batch [B, T]."""
 
@@ -41,12 +53,7 @@ class FlatBatch:
     shape: tuple[int, int]
     whole: bool = False  #: whether each row is one document without padding
     fills: str = ""  #: an argument of layers that is None, and becomes the mask
-    #: tensors that several layers are given, such as rotary tables, and what became of them
-    shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    #: the last layer's result, padded and flat
-    last: tuple[weakref.ref, int, Tensor] | None = None
-    #: what layers hand on beside their results, by the padded tensor's id: padded, its version, and flat
-    handed: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+    rows: Rows = field(default_factory=Rows)
 
     @staticmethod
     def of(found: Documents) -> FlatBatch:
@@ -78,6 +85,10 @@ class FlatBatch:
         longest = torch.empty(_rounded(max(length, total - count, 2), multiple), 0, device=device)
         index = F.pad(torch.arange(count, device=device), (0, total - count))
         return FlatBatch(index, offsets, longest, window, count, (rows, length), whole=True)
+
+    def seen_back(self, window: int) -> FlatBatch:
+        """The same tokens, of which each sees so many before it, for layers that run between these."""
+        return replace(self, window=window)
 
     @property
     def drops(self) -> bool:
@@ -137,26 +148,26 @@ class FlatBatch:
 
     def forget(self) -> None:
         """The model's layers are done: let go of what they share."""
-        self.shared.clear()
-        self.handed.clear()
-        self.last = None
+        self.rows.shared.clear()
+        self.rows.handed.clear()
+        self.rows.last = None
 
     def row_along(self, value: Tensor, dim: int, keep: bool) -> Tensor:
         """[B, ..., T, ...] -> [1, ..., N, ...], where `dim` counts tokens; with `keep` once for all layers."""
-        known = self.handed.get(id(value)) if keep else None
+        known = self.rows.handed.get(id(value)) if keep else None
         if known is not None and known[1] == value._version and not value._backward_hooks and not value.retains_grad:
             return known[2]
         tokens = value.movedim(dim, 1).flatten(0, 1).index_select(0, self.index)
         flat = tokens.unsqueeze(0).movedim(1, dim)
         if keep:
-            self.handed[id(value)] = value, value._version, flat
+            self.rows.handed[id(value)] = value, value._version, flat
         return flat
 
     def batch_along(self, value: Tensor, dim: int, keep: bool) -> Tensor:
         """[1, ..., N, ...] -> [B, ..., T, ...], zero at padding; with `keep` other layers may read it as it is."""
         padded = self.unflatten(value.movedim(dim, 1)).movedim(1, dim)
         if keep:
-            self.handed[id(padded)] = padded, padded._version, value
+            self.rows.handed[id(padded)] = padded, padded._version, value
         return padded
 
     def unflatten(self, values: Tensor) -> Tensor:
@@ -180,9 +191,9 @@ class FlatBatch:
             return flat
         if value.requires_grad:
             return self._each_token(value)
-        if id(value) not in self.shared:
-            self.shared[id(value)] = value, self._each_token(value)
-        return self.shared[id(value)][1]
+        if id(value) not in self.rows.shared:
+            self.rows.shared[id(value)] = value, self._each_token(value)
+        return self.rows.shared[id(value)][1]
 
     def _each_token(self, value: Tensor) -> Tensor:
         """The row, of a value that has a row and a column for each token, or a column alone."""
@@ -207,7 +218,7 @@ class FlatBatch:
             return flat
         padded = self.unflatten(flat)
         if keep:
-            self.last = weakref.ref(padded), padded._version, flat
+            self.rows.last = weakref.ref(padded), padded._version, flat
         return padded
 
     def row_of(self, padded: Tensor) -> Tensor | None:
@@ -215,9 +226,9 @@ class FlatBatch:
 
         None where it is another tensor, was written to, or where a hook waits for its gradient.
         """
-        if self.last is None:
+        if self.rows.last is None:
             return None
-        made, version, flat = self.last
+        made, version, flat = self.rows.last
         if made() is not padded or padded._version != version or padded._backward_hooks or padded.retains_grad:
             return None
         return flat

@@ -28,6 +28,7 @@ class OwnerCall:
     whole: bool = False  #: whether rows without padding came as documents, since their attention is written out
     decided: bool = False  #: whether a layer was given a mask that could be read
     presumed: list[Presumed] = field(default_factory=list)  #: masks that were not waited for
+    ran: int = 0  #: layers that were launched since a mask was presumed
     recorder: MaskRecorder | None = None  #: while its masks are made, and are large
     #: by id: those that layers wrote to, for others to read
     mappings: dict[int, Any] = field(default_factory=dict)

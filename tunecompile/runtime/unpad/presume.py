@@ -22,6 +22,8 @@ from tunecompile.runtime.unpad.pair_masks import version
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 
 AFTER = 3  #: batches of whole rows, one after another
+#: layers that are launched before the device reads: behind the first one alone it would wait for the second
+AHEAD = 2
 SURPRISES = 2  #: batches that were run again, after which nothing is presumed any more
 
 
@@ -31,20 +33,20 @@ class Presumed:
 
     mask: Tensor | None  #: None once it is being read
     version: int  #: how often it had been written to
-    window: int
+    flat: FlatBatch
     pending: PendingReading | None = None
 
     def read(self) -> None:
         """Let the device read it, behind what was launched so far."""
         if self.mask is not None and version(self.mask) == self.version:
-            self.pending = begin_reading(self.mask, (self.window,), None)
+            self.pending = begin_reading(self.mask, (self.flat.window,), None)
         self.mask = None
 
     def holds(self) -> bool:
         """Whether the mask is what it was taken for; not if it was written to before it was read."""
         self.read()
         found = None if self.pending is None else self.pending.wait().documents
-        return found is not None and found.full and found.window == self.window
+        return found is not None and found.full and found.window == self.flat.window
 
 
 @dataclass
@@ -63,18 +65,25 @@ class Presumptions:
         window, times = self.seen.get(layer, (flat.window, 0))
         self.seen[layer] = flat.window, times + 1 if window == flat.window else 1
 
-    def presume(self, layer: nn.Module, mask: Tensor, watch: OwnerWatch) -> tuple[UnpadDecision, Presumed] | None:
+    def presume(
+        self, layer: nn.Module, mask: Tensor, watch: OwnerWatch, before: Sequence[Presumed]
+    ) -> tuple[UnpadDecision, Presumed] | None:
         """The decision for a mask that nobody has read, and what has to be found in it; None where one has to wait.
 
         One of several processes always waits: others would wait for collectives of layers that it runs again.
+
+        Args:
+            before: what was presumed of other masks in this call.
         """
         window, times = self.seen.get(layer, (0, 0))
         if times < AFTER or self.surprises >= SURPRISES or not mask.is_floating_point() or several():
             return None
-        if watch.reason() is not None:  # a look at all modules, and so the last question
+        if not before and watch.reason() is not None:  # a look at all modules, and so the last question
             return None
-        flat = FlatBatch.of_whole_rows(len(mask), mask.shape[-1], window, mask.device)
-        return UnpadDecision(flat), Presumed(mask, version(mask), window)
+        shape = len(mask), mask.shape[-1]
+        rows = next((each.flat for each in before if each.flat.shape == shape), None)
+        flat = FlatBatch.of_whole_rows(*shape, window, mask.device) if rows is None else rows.seen_back(window)
+        return UnpadDecision(flat), Presumed(mask, version(mask), flat)
 
     def hold(self, presumed: Sequence[Presumed]) -> bool:
         """Whether all masks of a call are what they were taken for."""

@@ -37,7 +37,7 @@ from tunecompile.runtime.unpad.handed_on import is_seen, take_back
 from tunecompile.runtime.unpad.mask_recorder import compiled_parts, recorder_for
 from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of
 from tunecompile.runtime.unpad.pair_masks import identity, version
-from tunecompile.runtime.unpad.presume import Presumptions
+from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
 
 log = logging.getLogger(__name__)
 
@@ -178,9 +178,12 @@ class Unpadding:
             self.recorded |= self.running.recorder.records > 0
 
     def layer_ran(self) -> None:
-        """A layer was launched: while the device is at it, the host can have presumed masks read."""
-        for presumed in self.running.presumed if self.running is not None else ():
-            presumed.read()
+        """A layer was launched: while the device is at it, the host can have a presumed mask read."""
+        if self.running is None or not self.running.presumed:
+            return
+        self.running.ran += 1
+        if self.running.ran >= AHEAD and (unread := [each for each in self.running.presumed if each.mask is not None]):
+            unread[0].read()
 
     def batch_of(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[FlatBatch, Tensor | None] | None:
         """The batch of a layer's call without its padding, and the mask that says so, if it is of all pairs of tokens.
@@ -273,7 +276,7 @@ class Unpadding:
     def _decide(self, layer: nn.Module, mask: Tensor, call: OwnerCall) -> UnpadDecision:
         call.decided, place = True, identity(mask)
         waits = self.gathered or mask.dim() <= 2
-        presumed = None if waits else self.presumptions.presume(layer, mask, self.watch)
+        presumed = None if waits else self.presumptions.presume(layer, mask, self.watch, call.presumed)
         if presumed is not None:
             decision = presumed[0]
             call.presumed.append(presumed[1])
