@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,7 @@ class LayerSlot:
         self.padding: Unpadding | None = None
         self.variant: Variant | None = None
         self.inside: ModuleSnapshot | None = None
+        self.hooks: Sequence[dict] = ()  #: dictionaries of hooks inside that the call finds
         #: where accelerate placed the layer, or how DeepSpeed or FSDP2 gathers it
         self.placement: LayerHost | None = None
         self.states: PackedStates | None = None  #: gives gathered weights their quantisation state
@@ -329,6 +330,7 @@ class LayerSlot:
         else:
             other = scores or self.step.images  # than the first lengths: rows are as long as their images are large
             (self.region.sizes.mark_all if other else self.region.sizes.mark)(tensors, sizes, self.place)
+        self.hooks = self.inside.hooks
         setting = (
             torch.is_grad_enabled(),
             context_parallel.is_shared(),
@@ -352,7 +354,7 @@ class LayerSlot:
     def _call(self, args: tuple, kwargs: dict, shared: Shared | None = None, made: Variant | None = None) -> Any:
         self.variant = made or self.variant
         self.variant.batch = self.step.batches
-        captured = output_capturing.collecting(self.inside.hooks if self.inside is not None else (), in_backward())
+        captured = output_capturing.collecting(self.hooks, in_backward())
         with context_parallel.outside(self.padding), captured:
             output = self.variant.call(self.layer, *args, **kwargs)
         if shared is not None:
@@ -373,7 +375,7 @@ class LayerSlot:
         """The code of all hooks that are called inside. Dynamo traces those it finds, without a guard against later
         ones.
         """
-        found = (*global_hooks(), *self.inside.hooks)
+        found = (*global_hooks(), *self.hooks)
         output_capturing.replace(found)
         return tuple(getattr(hook, "__code__", type(hook)) for hooks in found for hook in hooks.values())
 

@@ -197,6 +197,21 @@ def test_adapters_without_memory_are_not_written(product):
     assert not cache.matrices and not cache.moved and not cache.writers[0].addresses
 
 
+def test_a_stack_that_is_called_no_more_leaves_nothing_behind(product):
+    """Its weights have moved: their matrix is dropped before another stack that begins a step, and in no stack behind
+    that, where each look at all of them would stand before a layer."""
+    cache = WeightCache()
+    assert product.right(cache)
+    for part in product.inputs[:2]:
+        part.data = part.data.clone()  # as .to(device) does
+    cache.last[1] = 0  # the step has begun with another stack
+    cache.begin(2)
+    assert len(cache.matrices) + len(cache.moved) == 1
+    cache.expect()
+    cache.begin(1)
+    assert not cache.matrices and not cache.moved
+
+
 def test_a_backward_reads_the_adapters_of_its_forward(product):
     """Another adapter ran between, and the next step writes the one that was written last."""
     cache = WeightCache()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,28 +139,41 @@ class WeightCache:
         if not self.matrices and not self.moved:
             return
         with plain_tensors():  # 4-bit parameters would answer each question in Python
-            self._prune()
-            held = [(None, values, values._matrix) for values in self.matrices.values()]
-            held += [(key[1], None, matrix) for key, matrix in self.moved.items()]
-            held = [each for each in held if each[2].stack in (stack, None)]
-            addresses = [adapter.data_ptr() for *_, matrix in held for adapter in (*matrix.a, *matrix.b)]
+            held = self._standing_of(stack, self.last)
+            addresses = [address for *_, adapters in held for address in adapters]
             known = self.writers.get(stack)
             if known is None or addresses != known.addresses:
                 pieces = []
-                for shape, values, matrix in held:
+                for shape, values, matrix, _ in held:
                     pieces += matrix.pieces(matrix_of(shape, matrix.weights[0]()) if values is None else values)
                 known = self.writers[stack] = Writer(writer(pieces), addresses)
             known.write()
 
-    def _prune(self) -> None:
-        """Drop matrices whose weights were replaced or moved, or whose adapters lost their memory."""
+    def _standing_of(
+        self, stack: int, ran: Collection[int]
+    ) -> list[tuple[tuple, Tensor | None, FusedWeight, list[int]]]:
+        """(shape, values, matrix, its adapters' addresses) of a stack's matrices.
+
+        Those whose weights were replaced or moved, or whose adapters lost their memory, are dropped; those of other
+        stacks, too, before the first one of a step.
+
+        Args:
+            ran: stacks of the step.
+        """
+        held = []
         for found in (self.matrices, self.moved):
-            for key, held in list(found.items()):
-                matrix = held if found is self.moved else held._matrix
-                stays = _stands(key, matrix) if found is self.moved else _at(key, matrix)
-                if not stays or not all(adapter.untyped_storage().nbytes() for adapter in (*matrix.a, *matrix.b)):
+            for key, values in list(found.items()):
+                matrix, mine = (values, None) if found is self.moved else (values._matrix, values)
+                of_stack = matrix.stack in (stack, None)
+                if not of_stack and ran:
+                    continue
+                adapters = [adapter.data_ptr() for adapter in (*matrix.a, *matrix.b)]
+                if not all(adapters) or not (_stands if mine is None else _at)(key, matrix):
                     del found[key]
                     self.writers.clear()
+                elif of_stack:
+                    held.append((key[1], mine, matrix, adapters))
+        return held
 
     def forward(self, run: Run, positions: Sequence[FusedWeightSlots]) -> Run:
         kept = weakref.ref(self)  # Dynamo's cache holds the code that it runs, out of reach of Python's collector
