@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 ROWS, RANK, LR = 4, 16, 1e-4
-UNTIMED = 22  #: steps: the first compile, and each of ten sizes was there twice
+UNTIMED = 30  #: steps: the first compile, and each of ten sizes was there three times
 SETTLED = 2  #: steps, after which nothing should be compiled, and no step should be slow
 SLOW = 2.0  #: medians that a slow step takes
 #: height and width of images in patches, about 512x512 pixels: 144 to 400 tokens, 257 in the mean
