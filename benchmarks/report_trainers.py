@@ -86,7 +86,7 @@ def _with_images(runs: list[dict[str, Any]]) -> list[list[str]]:
         ratio = best["tokens_per_s"] / run["tokens_per_s"] if best and best is not run else None
         rows.append(
             [
-                f"{_case(run)}, {run['images']} sizes, tower {run['tower']}",
+                f"{_case(run)}, {run['images']} sizes, tower {run['tower']}, {_steps(run)}",
                 shown(run["system"]),
                 f"{run['tokens_per_s']:,.0f}",
                 "{median:.0f} ({min:.0f} to {max:.0f})".format(**run["step_ms"]),
@@ -98,6 +98,12 @@ def _with_images(runs: list[dict[str, Any]]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _steps(run: dict[str, Any]) -> str:
+    """Which steps are timed: sizes come again and again, and the first of each are compiled for, and recorded."""
+    steps = len(run["all_step_ms"])
+    return f"steps {steps - run['repeats'] + 1} to {steps}"
 
 
 def render_generation(folder: Path = RESULTS) -> str:

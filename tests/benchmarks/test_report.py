@@ -125,6 +125,7 @@ def test_steps_with_images_have_a_section_once_they_were_measured(tmp_path):
     """A system that does not tell how much it compiled has no number, which is not zero."""
     run = {"model": "m", "mode": "lora", "shape": "4x256+~512px", "images": 10, "tower": "frozen", "status": "ok"}
     run |= {"step_ms": {"median": 20.0, "min": 10.0, "max": 90.0}, "peak_gib": 1.0, "first_step_s": 1.0}
+    run |= {"repeats": 2, "all_step_ms": [90.0, 10.0, 20.0, 30.0]}
     runs = [
         run | {"system": "tunecompile", "tokens_per_s": 30.0, "slow_steps": 0, "late_compilations": 0},
         run | {"system": "hf", "tokens_per_s": 10.0, "slow_steps": 3},
@@ -133,7 +134,7 @@ def test_steps_with_images_have_a_section_once_they_were_measured(tmp_path):
     result = {"date": "2026", "versions": {"torch": "2"}, "machine": {"gpu": "g"}, "runs": runs}
     (tmp_path / "vision-m.json").write_text(json.dumps(result))
     text = report.render_vision(tmp_path)
-    case = "| m, lora, 4x256+~512px, 10 sizes, tower frozen | "
+    case = "| m, lora, 4x256+~512px, 10 sizes, tower frozen, steps 3 to 4 | "
     assert case + "HF + PEFT | 10 | 20 (10 to 90) | 3 |  | 1.0 | 1.0 | 3.00x |" in text
     assert case + "**tunecompile** | 30 | 20 (10 to 90) | 0 | 0 | 1.0 | 1.0 |  |" in text
     assert text.startswith("## ") and "Unsloth |" not in text and report.render_vision(tmp_path / "nothing") == ""
