@@ -384,7 +384,12 @@ def test_the_last_call_is_known_by_its_hidden_states():
     assert not call.returned(hidden.clone()) and LastCall.of((), {}, "nothing") is None
     assert LastCall.of((), {}, types.SimpleNamespace(last_hidden_state=hidden)).returned(hidden)
     del hidden
-    assert call.hidden() is None and not call.returned(torch.zeros(2, 6, 3))
+    assert call.memory() is None and not call.returned(torch.zeros(2, 6, 3))
+    row = torch.randn(1, 16, 3)  # as of a norm that skips padding: what its caller holds is a view of the same tensor
+    hidden = row[0, :12].unflatten(0, (2, 6))
+    call, seen = LastCall.of((), {}, hidden), hidden[:, slice(0, None)]
+    del hidden
+    assert call.returned(seen) and not call.returned(row[0, 1:13].unflatten(0, (2, 6)))
 
 
 def test_a_batch_that_stays_padded_says_why():

@@ -41,18 +41,27 @@ class LastCall:
 
     args: tuple
     kwargs: dict
-    hidden: weakref.ref  #: what it returned
+    memory: weakref.ref  #: the tensor whose memory the hidden states that it returned are in
+    place: tuple  #: where in it, and their shape
 
     @staticmethod
     def of(args: tuple, kwargs: dict, output: Any) -> LastCall | None:
         """None where it returned no hidden states."""
         hidden = hidden_of(output)
-        return None if hidden is None else LastCall(args, kwargs, weakref.ref(hidden))
+        # Callers drop what they were returned, and go on with views, which hold the tensor it is a view of, if any.
+        return None if hidden is None else LastCall(args, kwargs, weakref.ref(_base_of(hidden)), _place_of(hidden))
 
     def returned(self, hidden: Tensor) -> bool:
         """Whether it returned these hidden states: the same tensor, or all of it as a view."""
-        made = self.hidden()
-        return made is not None and made.shape == hidden.shape and made.data_ptr() == hidden.data_ptr()
+        return self.memory() is not None and _place_of(hidden) == self.place
+
+
+def _base_of(value: Tensor) -> Tensor:
+    return value if value._base is None else value._base
+
+
+def _place_of(value: Tensor) -> tuple:
+    return value.data_ptr(), value.shape
 
 
 @dataclass(frozen=True)
