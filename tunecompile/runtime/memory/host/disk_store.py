@@ -71,9 +71,7 @@ class BlockStore:
         if self.disk is not None and self.failure is None:
             ahead = 2 * sum(stay.nbytes for stay in stays) - self.pool.room
             for stay in self.stays:
-                if ahead <= 0:
-                    break
-                if stay.room is not None:
+                if ahead > 0 and stay.room is not None:
                     self._write(stay)
                     ahead -= stay.nbytes
 
@@ -122,8 +120,8 @@ class BlockStore:
             return False
         self._write(stay)
         error = self._waiting(stay.file.job.exception)
-        stay.file.reading = False
-        if error is not None:  # the disk is full: training goes on without it
+        # what could not be read ahead is still on disk: `load` reads it again, and says why it cannot
+        if error is not None and not stay.file.reading:  # the disk is full: training goes on without it
             self.failure = f"no more room on disk: {error}"
             self.disk.delete(stay.file)
             stay.file = None
