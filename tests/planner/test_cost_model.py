@@ -71,17 +71,36 @@ def test_head_loss_and_optimizer():
     assert beside_layers([head.requires_grad_()], [], tokens=10).products == 6 * 10 * 8000
 
 
-@pytest.mark.parametrize("window, keys", [(None, 10), (3, 4)])
-def test_attention_of_documents_counts_the_longest_and_windows(window, keys):
+def called(op, shapes, *values, **asked):
+    """A node that calls an op with tensors of these shapes, and values behind them."""
     graph = torch.fx.Graph()
-    shapes = [(64, 4, 16), (64, 2, 16), (64, 2, 16), (5,), (5,)]
-    given = [graph.placeholder(f"x{at}") for at in range(len(shapes))]
+    given = [shape if shape is None else graph.placeholder(f"x{at}") for at, shape in enumerate(shapes)]
     for node, shape in zip(given, shapes):
-        node.meta["val"] = torch.empty(shape, device="meta")
-    called = torch.ops.aten._flash_attention_forward.default
-    asked = {} if window is None else {"window_size_left": window}
-    node = graph.call_function(called, (*given, 10, 10, 0.0, True, False), asked)
-    assert flops(node) == 4 * 64 * 4 * 16 * keys
+        if node is not None:
+            node.meta["val"] = torch.empty(shape, device="meta")
+    return graph.call_function(op, (*given, *values), asked)
+
+
+@pytest.mark.parametrize("window, keys", [(None, 10), (3, 4), (0, 1), (-1, 10)])
+def test_attention_of_documents_counts_the_longest_and_windows(window, keys):
+    shapes = [(64, 4, 16), (64, 2, 16), (64, 2, 16), (5,), (5,)]
+    op, asked = torch.ops.aten._flash_attention_forward.default, {} if window is None else {"window_size_left": window}
+    assert flops(called(op, shapes, 10, 10, 0.0, True, False, **asked)) == 4 * 64 * 4 * 16 * keys
+
+
+def test_attention_of_documents_whose_longest_is_not_by_position_counts_all_keys():
+    shapes = [(64, 4, 16), (64, 2, 16), (64, 2, 16), (5,), (5,)]
+    op, asked = torch.ops.aten._flash_attention_forward.default, dict(max_k=10, dropout_p=0.0, is_causal=True)
+    node = called(op, shapes, 10, **asked, return_debug_mask=False)
+    assert flops(node) == 4 * 64 * 4 * 16 * 64
+
+
+def test_attention_of_rows_has_no_longest_document():
+    """What its backward is given at that place is the rate of dropout."""
+    rows = (2, 4, 16, 8)
+    op = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    node = called(op, [rows, rows, rows, rows, None, rows, (2, 4, 16), (), ()], 0.0, [True, True, True, False], True)
+    assert flops(node) == 10 * (2 * 4 * 16 * 8) * 16
 
 
 @pytest.mark.parametrize("window, keys", [(0, 10), (4, 4)])

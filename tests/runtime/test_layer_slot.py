@@ -69,3 +69,153 @@ def test_each_step_looks_at_modules_and_their_classes(late):
         Layers().follow(state, slots)
     assert looked == ["modules", "modules", 0, 1] * 2
     assert [each.code for each in state.notes] == ["hooks-replaced"] * any(late)
+
+
+class Kind:
+    """A slot that is asked for the kind of a call; `marked` says how sizes were marked."""
+
+    def __init__(self, monkeypatch, in_tower=False, images=False, unread=False, collects=False, **more):
+        self.marked, self.asked = [], []
+        for name in ("mark_flat", "mark_patches"):
+            monkeypatch.setattr(layer_slot, name, lambda *given, name=name: self.marked.append((name, *given)))
+        sizes = SimpleNamespace(
+            **{name: lambda *given, name=name: self.marked.append((name, *given)) for name in ("mark", "mark_all")}
+        )
+        monkeypatch.setattr(layer_slot.context_parallel, "is_shared", lambda: "shared")
+        monkeypatch.setattr(
+            layer_slot.output_capturing, "collects_attention", lambda owner: owner == "owner" and collects
+        )
+        monkeypatch.setattr(layer_slot, "hooks_were_seen", lambda: "seen")
+        monkeypatch.setattr(layer_slot, "are_unread", lambda *given: self.asked.append(given) or unread)
+        region = SimpleNamespace(
+            in_tower=in_tower, sizes=sizes, classes=SimpleNamespace(version=7), weights_read=more.get("read", False)
+        )
+        self.slot = SimpleNamespace(
+            **dict(region=region, step=SimpleNamespace(images=images), place=5, owner="owner"),
+            **dict(placement=more.get("placement"), _hooked=lambda: more.get("hooks", ())),
+            inside=SimpleNamespace(collected=more.get("collected", False), hooks=()),
+        )
+
+    def __call__(self, *args, scores=False, **kwargs):
+        return LayerSlot._kind(self.slot, args, kwargs, scores)
+
+
+HIDDEN = torch.zeros(2, 6, 4)
+
+
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("images", [False, True])
+def test_forwards_that_score_and_text_behind_images_have_symbols_at_once(monkeypatch, scores, images):
+    """Constants would be compiled for each of their lengths."""
+    kind = Kind(monkeypatch, images=images)
+    assert kind(HIDDEN, scores=scores)[1] == (2, 6)
+    ((name, tensors, sizes, place),) = kind.marked
+    assert name == ("mark_all" if scores or images else "mark") and (sizes, place) == ((2, 6), 5)
+    assert tensors[0][0] == 0 and tensors[0][1] is HIDDEN and kind.slot.step.images is images
+
+
+@pytest.mark.parametrize("in_tower", [False, True])
+@pytest.mark.parametrize("hidden", [torch.zeros(6, 4), HIDDEN])
+@pytest.mark.parametrize("told", [False, True])
+def test_rows_of_patches_are_marked_as_such(monkeypatch, in_tower, hidden, told):
+    kind = Kind(monkeypatch, in_tower=in_tower)
+    kind(hidden, **({layer_slot.LONGEST_IMAGE: torch.zeros(3, 0)} if told else {}))
+    patches = told or (in_tower and hidden.dim() == 2)
+    assert [name for name, *_ in kind.marked] == ["mark_patches" if patches else "mark"]
+    assert kind.slot.step.images is patches and kind.marked[0][1][0][1] is hidden
+
+
+def test_a_row_of_documents_is_marked_by_its_tokens(monkeypatch):
+    """Also in a tower, where images are its documents."""
+    for in_tower in (False, True):
+        kind, offsets = Kind(monkeypatch, in_tower=in_tower), torch.zeros(3, dtype=torch.int32)
+        found, sizes = kind(HIDDEN[:1], **{layer_slot.OFFSETS: offsets, layer_slot.WINDOW: 9})
+        assert found.flat and sizes == (1, 6) and found.setting[2] == 9
+        assert [(name, total) for name, _, total in kind.marked] == [("mark_flat", 6)]
+
+
+def test_calls_differ_by_gradients_hooks_dtypes_and_sizes_of_one(monkeypatch):
+    kind = Kind(monkeypatch, hooks=("a hook",))
+    found, _ = kind(HIDDEN[:1], mask=torch.ones(3, requires_grad=True))
+    assert found.setting == (True, "shared", None, ("a hook",), "seen", 7) and not found.flat
+    assert found.tensors == (True, False, (0, torch.float32, False), ("mask", torch.float32, True))
+    with torch.no_grad():
+        assert kind(HIDDEN)[0].setting[0] is False and kind(HIDDEN)[0].tensors[:2] == (False, False)
+
+
+@pytest.mark.parametrize("changed", ["", "placement", "read", "said"])
+def test_attention_weights_are_left_out_where_nobody_reads_them(monkeypatch, changed):
+    more = {changed: True} if changed in ("placement", "read") else {}
+    assert Kind(monkeypatch, unread=changed != "said", **more)(HIDDEN)[0].unread is (changed == "")
+
+
+@pytest.mark.parametrize("changed", ["", "hooks", "collected", "collects"])
+def test_hooks_of_transformers_collect_attention_where_no_others_are(monkeypatch, changed):
+    more = {changed: ("a hook",)} if changed in ("hooks", "collected") else {}
+    kind = Kind(monkeypatch, collects=changed != "collects", **more)
+    kind(HIDDEN, a=1)
+    assert kind.asked == [({"a": 1}, changed == "")]
+
+
+class Looked:
+    """A slot before its first step, whose engines answer as given."""
+
+    def __init__(self, monkeypatch, layer, sharded=False, forks=(), owner=None, in_tower=None, **engines):
+        self.asked, self.left_out = [], []
+        for name in ("place", "gathered", "unit"):
+            monkeypatch.setattr(
+                layer_slot, name, lambda given, name=name: self.asked.append((name, given)) or engines.get(name)
+            )
+        monkeypatch.setattr(layer_slot, "sharded", lambda parameter: sharded)
+        monkeypatch.setattr(layer_slot, "forks_in", lambda given: given is owner and forks)
+        monkeypatch.setattr(layer_slot, "separate_names", lambda given: self.asked.append(("names", given)))
+        region = SimpleNamespace(
+            in_tower=in_tower, replays=SimpleNamespace(leave_out=self.left_out.append), classes=SimpleNamespace()
+        )
+        region.classes.add = lambda modules: self.asked.append(("classes", [*modules]))
+        self.slot = LayerSlot(SimpleNamespace(), layer, region)
+        self.slot.owner = owner
+        self.replays = region.replays
+        self.slot._look_around()
+
+
+@pytest.mark.parametrize("engine", ["place", "gathered", "unit", None])
+def test_the_first_engine_that_has_to_do_with_a_layer_is_its_host(monkeypatch, engine):
+    """The others are not asked: each changes what it finds."""
+    engines, order = (
+        ({engine: f"host by {engine}", "unit": "the last"} if engine else {}),
+        ["place", "gathered", "unit"],
+    )
+    if engine == "unit":
+        engines["unit"] = "host by unit"
+    looked = Looked(monkeypatch, layer := nn.Tanh(), **engines)
+    assert looked.slot.placement == (engine and f"host by {engine}")
+    asked = order[: order.index(engine) + 1] if engine else order
+    assert looked.asked == [*((name, layer) for name in asked), ("names", layer), ("classes", [layer])]
+    assert looked.slot.inside.own == [vars(layer)] and looked.slot.states is looked.slot.images is None
+
+
+@pytest.mark.parametrize(
+    "owner, forks, known, expected",
+    [
+        (None, ("fork",), None, False),
+        ("tower", (), None, False),
+        ("tower", ("fork",), None, True),
+        ("tower", ("fork",), False, False),
+        ("tower", (), True, True),
+    ],
+)
+def test_a_tower_is_known_by_what_its_layers_may_be_told(monkeypatch, owner, forks, known, expected):
+    assert Looked(monkeypatch, nn.Tanh(), owner=owner, forks=forks, in_tower=known).slot.region.in_tower is expected
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Tanh()])
+def test_gathered_weights_are_not_recorded(monkeypatch, sharded, layer):
+    """They lie elsewhere at every call: a recording would read what is there by then."""
+    looked = Looked(monkeypatch, layer, sharded=sharded)
+    leaves = sharded and isinstance(layer, nn.Linear)
+    assert looked.slot.region.replays is (None if leaves else looked.replays)
+    assert looked.left_out == [torch.device("cpu")] * leaves
+    looked.slot._look_around()
+    assert looked.left_out == [torch.device("cpu")] * leaves
