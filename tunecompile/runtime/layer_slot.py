@@ -37,9 +37,10 @@ from tunecompile.runtime.region import CallKind, Region
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW
-from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written, take_back
+from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
 from tunecompile.runtime.unpad.image_bounds import LONGEST_IMAGE, ImageBounds
 from tunecompile.runtime.unpad.pair_masks import real_masks
+from tunecompile.runtime.unpad.stale_rows import take_back
 from tunecompile.runtime.unpad.unpad import Unpadding
 from tunecompile.runtime.unread_weights import are_unread, unread
 from tunecompile.runtime.variant import Variant, unchanged

@@ -235,6 +235,8 @@ class RecomputeCall:
         if set().union(*self.recovery.looked.values()).issuperset(self.met):
             return False
         around = [made, output]
+        if made and isinstance(output, (tuple, list, dict)) and holders(output, around):  # as a whole, in a list, say
+            return True
         return any(holders(tensor, around) for tensor in made)
 
     def _shares(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections import UserDict, deque
+from collections import UserDict
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from tunecompile.compiler.token_wise import NotTokenWise
 from tunecompile.notes import note
 from tunecompile.runtime.module_watch import holders
 from tunecompile.runtime.unpad.flat_batch import FlatBatch, HasNoTokens
+from tunecompile.runtime.unpad.stale_rows import StaleRow
 
 #: what layers wrote -> the dimension that counts tokens. (By sizes alone, [B, H, T, D] may be taken for [3, B, T, D].)
 _tokens: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -130,46 +131,33 @@ class RowCall:
         if receiver is not None:
             receiver.mappings |= {id(each.known): each.known for each in changed}
 
-    def is_kept(self, values: Iterable[Any], output: Any, stale: list[tuple[Any, Any]]) -> bool:
+    def is_kept(self, values: Iterable[Any], output: Any, stale: list[StaleRow]) -> bool:
         """Whether a row of tokens is kept where the layer's model may read it.
 
         Args:
             values: that the layer's modules hold.
             output: of the layer, which others can hold as well.
-            stale: gets (list, entry) for what was put into lists. The layer is going to run again, with its padding,
-                and `take_back` what is still there then.
+            stale: gets what this call made of that. The layer is going to run again, with its padding, and `take_back`
+                what is still there then.
         """
-        if any(map(self._is_row, values)):
-            return True
-        found, parts = False, output if isinstance(output, (tuple, list)) else (output,)
-        given = set(map(id, (*self.args, *self.kwargs.values())))
-        for row in filter(self._is_row, parts):
-            if id(row) not in given:
-                for holder in holders(row, parts):
-                    found = True
-                    stale += _entries(holder, row)
+        inside = {id(value) for value in values if self._is_row(value)}
+        several = isinstance(output, (tuple, list, dict))
+        parts = (output,) if not several else [*output.values()] if isinstance(output, dict) else [*output]
+        given = (*self.args, *self.kwargs.values())
+        ours = set(map(id, given))
+        made = [row for row in parts if self._is_row(row) and id(row) not in ours]
+        whole = several and bool(made) and bool(holders(output, None))  # in a list, say
+        found = bool(inside) or whole
+        made += [row for row in given if self._is_row(row) and id(row) in inside]
+        around = [output, parts, made, getattr(output, "__dict__", None)]
+        for row in made:  # no comprehension may read the output or its row: its variables would hold them
+            if whole or id(row) in inside or holders(row, around):
+                found = True
+                stale.append(StaleRow.of(row, output))
         return found
 
     def _is_row(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape[:2] == (1, len(self.flat.index))
-
-
-def _entries(holder: Any, value: Any) -> list[tuple[Any, Any]]:
-    """(List, entry) for a value in a list, or in tuples and dictionaries that are entries of lists."""
-    if isinstance(holder, (list, deque)):
-        return [(holder, value)]
-    if not isinstance(holder, (tuple, dict)):
-        return []
-    return [(outer, holder) for outer in holders(holder, None) if isinstance(outer, (list, deque))]
-
-
-def take_back(stale: list[tuple[Any, Any]]) -> None:
-    """Delete entries that a layer put into lists before it ran again: unless others stand in their place by now."""
-    for holder, entry in stale:
-        for at in reversed(range(len(holder))):
-            if holder[at] is entry:
-                del holder[at]
-    stale.clear()
 
 
 def entries_before(args: tuple, kwargs: dict) -> list[tuple[MutableMapping, dict]]:

@@ -33,11 +33,12 @@ from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, Unpa
 from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
 from tunecompile.runtime.unpad.given_masks import bounds_in, is_given, mask_in, padding_in
-from tunecompile.runtime.unpad.handed_on import is_seen, take_back
+from tunecompile.runtime.unpad.handed_on import is_seen
 from tunecompile.runtime.unpad.mask_recorder import compiled_parts, recorder_for
 from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of
 from tunecompile.runtime.unpad.pair_masks import identity, version
 from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
+from tunecompile.runtime.unpad.stale_rows import StaleRow, take_back
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Unpadding:
             Any, MaskDecision
         ] = {}  #: by identity; a checkpoint repeats a layer when the call is long over
         self.looked: weakref.WeakSet[MetGraph] = weakref.WeakSet()  #: graphs that ran
-        self.stale: list[tuple[Any, Any]] = []  #: what layers put into lists of the user's, and have to run again for
+        self.stale: list[StaleRow] = []  #: what layers put into the user's containers, and have to run again for
         self.recorded = False  #: whether masks of any call were recorded in place of being made
         self.running: OwnerCall | None = None
         self.last: LastCall | None = None  #: that left out hidden states at padding
