@@ -6,6 +6,7 @@ import torch
 from tests.support.ops.arguments import dense_and_packed, lora_arguments, lora_leaves, with_lora_leaves
 from tests.support.ops.checks import assert_fake_is_real
 from tunecompile.ops import lora_linear, lora_linear_nf4
+from tunecompile.ops.lora_nf4 import backward_flops, forward_flops
 
 pytest.importorskip("bitsandbytes")
 from tests.support.ops.arguments import quantized
@@ -64,3 +65,10 @@ def test_bitsandbytes_provider_gives_the_references_values(case, double):
         provider = op.choose(args)
         assert provider.name == "bitsandbytes"
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(provider.run(*args), op(*args)))
+
+
+def test_operations_of_the_base_products_are_counted():
+    """Of four bits each, two of a byte: a product and a sum for each weight and token, forward and backward."""
+    x, packed = torch.empty(2, 5, 64), [torch.empty(n * 32, 1) for n in (8, 3)]
+    expected = 2 * (2 * 5) * (8 + 3) * 64
+    assert forward_flops(x, [], packed) == backward_flops(torch.empty(2, 5, 11), x, [], packed) == expected

@@ -169,3 +169,17 @@ def test_why_a_provider_was_chosen():
     alone = dataclasses.replace(halved_in_a_test, providers=[fast])
     assert providers._reason(alone, fast, [torch.ones(1)]) == "one kernel"
     assert providers._reason(alone, alone.fallback(), [torch.ones(1)]) == "fast: too small"
+
+
+@pytest.mark.parametrize("precision", [None, "fp8"])
+def test_plain_products_are_told_of_where_a_precision_was_asked_for(precision):
+    providers = importlib.import_module("tunecompile.passes.plan.providers")
+    graph = Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    for each in (x, node):
+        each.meta["val"] = torch.empty(32, 32)
+    graph.output(node)
+    context = Context("layers", precision=precision)
+    providers.run(graph, context)
+    assert [each.code for each in context.notes] == ["products-not-in-precision"] * (precision is not None)

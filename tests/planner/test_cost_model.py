@@ -86,6 +86,9 @@ def test_attention_of_documents_counts_the_longest_and_windows(window, keys):
     shapes = [(64, 4, 16), (64, 2, 16), (64, 2, 16), (5,), (5,)]
     op, asked = torch.ops.aten._flash_attention_forward.default, {} if window is None else {"window_size_left": window}
     assert flops(called(op, shapes, 10, 10, 0.0, True, False, **asked)) == 4 * 64 * 4 * 16 * keys
+    saved = [(64, 4, 16), (4, 64), (5,), (5,)]
+    op, rest = torch.ops.aten._flash_attention_backward.default, (12, 10, 0.0, True, None, None)
+    assert flops(called(op, [shapes[0], *shapes[:3], *saved], *rest, **asked)) == 10 * 64 * 4 * 16 * keys
 
 
 def test_attention_of_documents_whose_longest_is_not_by_position_counts_all_keys():

@@ -5,7 +5,7 @@ from operator import getitem
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tunecompile
@@ -112,3 +112,29 @@ def test_attention_moves_into_the_backward_graph(returns_it):
     assert len(saved) == (6 if returns_it else 5)
     assert sum(node.target is ATTENTION for node in graphs[1].nodes) == (not returns_it)
     assert all(map(torch.equal, run_both(graphs, inputs, tangent), expected))
+
+
+def of_itself(backward: Graph, out: Node) -> Node:
+    return out
+
+
+def of_a_reader(backward: Graph, out: Node) -> Node:
+    """Of what is computed of it."""
+    return backward.call_function(torch.mul, (out, 2))
+
+
+def of_nothing(backward: Graph, out: Node) -> None:
+    """What the forward was given, the backward does not have."""
+
+
+@pytest.mark.parametrize("other", [of_itself, of_a_reader, of_nothing])
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_attention_is_not_recomputed_of_what_is_not_there(other, place):
+    """The call would read what it is to make."""
+    forward, backward = forward_and_backward(False)
+    (reader,) = (node for node in backward.nodes if node.target is BACKWARD)
+    with backward.inserting_before(reader):
+        reader.args = (*reader.args[:place], other(backward, reader.args[4]), *reader.args[place + 1 :])
+    before = str(backward)
+    assert recompute_in_backward(forward, backward, 1) == 0 and str(backward) == before
+    assert len(forward.output_node().args[0]) == 6

@@ -166,6 +166,8 @@ class Looked:
             monkeypatch.setattr(
                 layer_slot, name, lambda given, name=name: self.asked.append((name, given)) or engines.get(name)
             )
+        monkeypatch.setattr(layer_slot, "put_states_back", lambda given: ("states", given))
+        monkeypatch.setattr(layer_slot.ImageBounds, "of", lambda given: ("images", given))
         monkeypatch.setattr(layer_slot, "sharded", lambda parameter: sharded)
         monkeypatch.setattr(layer_slot, "forks_in", lambda given: given is owner and forks)
         monkeypatch.setattr(layer_slot, "separate_names", lambda given: self.asked.append(("names", given)))
@@ -192,7 +194,8 @@ def test_the_first_engine_that_has_to_do_with_a_layer_is_its_host(monkeypatch, e
     assert looked.slot.placement == (engine and f"host by {engine}")
     asked = order[: order.index(engine) + 1] if engine else order
     assert looked.asked == [*((name, layer) for name in asked), ("names", layer), ("classes", [layer])]
-    assert looked.slot.inside.own == [vars(layer)] and looked.slot.states is looked.slot.images is None
+    assert looked.slot.inside.own == [vars(layer)]
+    assert (looked.slot.states, looked.slot.images) == (("states", layer), ("images", layer))
 
 
 @pytest.mark.parametrize(
@@ -219,3 +222,14 @@ def test_gathered_weights_are_not_recorded(monkeypatch, sharded, layer):
     assert looked.left_out == [torch.device("cpu")] * leaves
     looked.slot._look_around()
     assert looked.left_out == [torch.device("cpu")] * leaves
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("images", [False, True])
+def test_the_first_layers_view_and_a_towers_images_are_told(monkeypatch, first, images):
+    monkeypatch.setattr(layer_slot, "without_view", lambda args, kwargs: ((*args, "no view"), kwargs, "shared"))
+    told = SimpleNamespace(tell=lambda args, kwargs: {**kwargs, "told": args})
+    slot = SimpleNamespace(first=first, images=told if images else None)
+    args = (1, "no view") if first else (1,)
+    expected = {"a": 2, "told": args} if images else {"a": 2}
+    assert LayerSlot._told(slot, (1,), {"a": 2}) == (args, expected, "shared" if first else None)

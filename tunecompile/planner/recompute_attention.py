@@ -89,7 +89,7 @@ def _recompute(backward: Graph, given: Node, call: Node) -> bool:
     wanted = [values[key] for key, value in here.items() if isinstance(value, Node)]
     first = next(node for node in backward.nodes if given in node.all_input_nodes)
     sources = _sources(wanted)
-    if not all(isinstance(value, Node) for value in wanted) or given in sources or first in sources:
+    if not all(isinstance(value, Node) for value in wanted) or given in sources:
         return False
     order = {node: i for i, node in enumerate(backward.nodes)}
     for node in sorted((n for n in sources if order[n] > order[first]), key=order.__getitem__):

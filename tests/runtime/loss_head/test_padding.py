@@ -1,11 +1,14 @@
 """Losses of logits whose hidden states at padding were dropped: which certainly leave these rows out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.support.heads import WIDTH, WORDS, deferred, head_of, linear
 from tunecompile.runtime.loss_head import losses
+from tunecompile.runtime.loss_head.logits import Logits
 
 LABELS = torch.tensor([3, 4, -100, 5])
 
@@ -43,3 +46,22 @@ def test_a_loss_of_other_logits_may_read_padding():
 def test_labels_that_were_looked_at_are_not_read_again():
     logits = deferred(head_of(linear(), looked_at=lambda: True), torch.zeros(4, WIDTH, dtype=torch.float64))
     assert losses.leaves_padding(logits, (logits, LABELS), {})
+
+
+@pytest.mark.parametrize("known, pristine, changes", [(False, False, True), (True, True, True), (True, False, False)])
+def test_who_reads_logits_at_padding_gets_those_of_whole_hidden_states(known, pristine, changes):
+    """So does whoever reads a view of them, or what they were before: else it would see the head of zeros."""
+    whole, asked = torch.ones(2, 3), []
+
+    def logits(**others):
+        return SimpleNamespace(hidden="a row", padded=True, real=None, source=None, before=None, **others)
+
+    head = SimpleNamespace(read=lambda *given: asked.append(given) or whole)
+    read = logits(head=head, autocast=torch.bfloat16, pristine=pristine)
+    read.source, read.before = logits(), logits()
+    read.source.source, read.real = logits(), torch.zeros(1) if known else None
+    Logits.read_at_padding(read)
+    assert asked == [("a row", torch.bfloat16)] * changes
+    for each in (read, read.source, read.before, read.source.source):
+        assert (each.hidden is whole) is changes and each.padded is not changes
+        assert (each.real is None) is (changes or each is not read)

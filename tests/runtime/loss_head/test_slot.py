@@ -387,3 +387,11 @@ def test_a_head_that_keeps_its_results_is_found():
     assert not keeps(tracer, before)
     module[0].last = 1
     assert keeps(tracer, before) and not hasattr(module[0], "last") and not keeps(tracer, before)
+
+
+def test_operations_without_overrides_get_all_their_arguments():
+    logits = deferred(head_of(linear()), states())
+    real, ones = linear()(states()).detach(), torch.ones(WORDS, dtype=torch.float64)
+    run = LazyTensor.__torch_dispatch__
+    torch.testing.assert_close(run(torch.ops.aten.add.Tensor, (), (logits, ones), {"alpha": 3}), real + 3)
+    torch.testing.assert_close(run(torch.ops.aten.sum.dim_IntList, (), (logits, [-1])), real.sum(-1))

@@ -111,6 +111,7 @@ def test_what_cannot_be_allocated_ahead_ends_growth():
     pool.expect(5 * 16)
     assert pool.take(32) is not None and pool.take(16) is None
     assert "nothing left to pin" in pool.failure and pool.reserved == 32
+    assert pool.ahead.left == 0, "the thread has ended: whoever waited for more would wait for ever"
     pool.expect(5 * 16)
     assert pool.take(16) is None
 

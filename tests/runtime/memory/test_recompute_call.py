@@ -78,3 +78,15 @@ def test_a_layer_that_writes_cannot(change):
 
 def test_an_output_without_a_gradient_ends_no_graph():
     assert looked_at(lambda layer, x: None, output=torch.ones(2)).edges == []
+
+
+def test_a_gradient_that_nobody_gave_reaches_nothing():
+    """Each argument and weight has a place among the gradients, reached or not."""
+    x, weight = (torch.ones(2, requires_grad=True) for _ in range(2))
+    edge = torch.autograd.graph.get_gradient_edge
+    call = SimpleNamespace(edges=[edge(x * weight)], sources=[edge(x)], weights=[(edge(weight), 0)])
+    assert RecomputeCall._gradients(call, [None]) == [None, None]
+    for each, expected in zip(RecomputeCall._gradients(call, [torch.full((2,), 3.0)]), (3.0, 3.0)):
+        assert each.tolist() == [expected] * 2
+    call.sources, call.weights = [], []
+    assert RecomputeCall._gradients(call, [torch.ones(2)]) == []

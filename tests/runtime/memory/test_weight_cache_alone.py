@@ -227,3 +227,19 @@ def test_a_backward_reads_the_adapters_of_its_forward(product):
     del cache
     product.inputs[-4:] = given[-4:] = product.adapters()
     assert torch.equal(run(given), product.expected()), "the model was restored"
+
+
+def test_a_step_begins_with_whichever_layer_comes_first(monkeypatch):
+    """Adapters are written at its beginning: with those of the step before, a layer that is called alone was wrong."""
+    cache, begun = WeightCache(), []
+    monkeypatch.setattr(cache, "begin", begun.append)
+    for place in (2, 3):
+        cache.enter(place)
+    assert begun == [0]
+    cache.enter(5)
+    cache.expect()
+    cache.enter(7)
+    assert begun == [0, 0]
+    cache.enter(1, 4)
+    cache.enter(6)
+    assert begun == [0, 0, 4, 0] and cache.last == {0: 6, 4: 1} and cache.stack == 0

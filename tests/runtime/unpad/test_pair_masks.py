@@ -349,3 +349,23 @@ def test_replaced_mask_functions_and_hooks_are_obeyed(small, monkeypatch):
     ours, theirs = seen
     assert type(ours) is torch.Tensor and torch.equal(ours, theirs) and not flattened(model)
     assert model._tunecompile.paddings[0].recorded
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, expected",
+    [
+        ((1.0,), {"device": "cuda"}, True),
+        ((1,), {"device": torch.device("cuda", 0), "dtype": torch.float32}, True),
+        ((True,), {"device": "cuda:0"}, True),
+        ((1.0,), {}, False),
+        ((1.0,), {"device": "cpu"}, False),
+        ((1.0,), {"device": "cuda", "requires_grad": True}, False),
+        ((1.0,), {"device": "cuda", "pin_memory": False}, False),
+        (([1.0],), {"device": "cuda"}, False),
+        ((1.0, torch.float32), {"device": "cuda"}, False),
+        ((1e300,), {"device": "cuda"}, False),
+    ],
+)
+def test_one_number_for_a_gpu_is_filled_in(args, kwargs, expected):
+    """`full` takes no other arguments, and would drop a gradient."""
+    assert mask_recorder._is_number_for_gpu(args, kwargs) is expected

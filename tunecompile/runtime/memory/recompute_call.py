@@ -163,7 +163,7 @@ class RecomputeCall:
         self.leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self.leaves]
         self.inside = slot.inside
         self.before = [(tensor, tensor._version) for tensor in self._writable()]
-        self.repeatable = True
+        self.repeatable: bool  #: known from `_look` on, as `edges` are
         self.number = next_number()
         self.met: list[MetGraph | None] = []  #: its graphs; None where it ran eagerly
         self.edges: list[GradientEdge] | None = None  #: of the layer's outputs
