@@ -9,6 +9,7 @@ from tests.support.passes.norms import centred_norm
 from tests.support.passes.run import check, family, random
 from tests.support.passes.traced import recognized
 from tunecompile.ops import layer_norm
+from tunecompile.passes.recognize.layer_norm import anchors
 
 PASSES = family("layer_norm", "add_layer_norm", "rms_norm")
 EPS = 1e-3
@@ -234,3 +235,20 @@ def test_statistics_in_half_precision_stay(twice, rounded):
     for dtype, ops in ((torch.bfloat16, {}), (torch.float32, {"layer_norm": 1})):
         given = torch.randn(2, 3, 8).to(dtype).requires_grad_(), torch.randn(8).to(dtype).requires_grad_()
         recognized(fn, *given, passes=PASSES, expect=ops, tol=1.2e-2)
+
+
+def roots(x, w, b):
+    """None is of a variance, or its operands are told by name."""
+    centred = x - x.mean(-1, keepdim=True)
+    squares = torch.pow(centred, 2)
+    others = [x.pow(2).mean(-1) + EPS, squares.mean(-1), squares + EPS, centred.mean(-1) + EPS, squares.mean(-1) - EPS]
+    return *map(torch.rsqrt, others), torch.rsqrt(input=squares.mean(-1) + EPS), torch.sqrt(squares.mean(-1) + EPS)
+
+
+@pytest.mark.parametrize("spelling, count", [(functional, 1), (cohere, 1), (shared, 1), (two_dims, 1), (roots, 0)])
+def test_what_counts_as_a_norm(spelling, count):
+    """The report tells of those that are found and not rewritten."""
+    graph = torch.fx.symbolic_trace(spelling).graph
+    found = anchors(graph)
+    assert [node.op for node in found] == ["call_function"] * count
+    assert all(node.target in (F.layer_norm, torch.rsqrt) for node in found)
