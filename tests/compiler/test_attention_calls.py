@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.passes.traced import traced
-from tunecompile.compiler.attention_calls import attention_calls
+from tunecompile.compiler.attention_calls import attention_calls, causal_calls
 from tunecompile.compiler.attention_calls.calls import attention_arguments, document_mask_of
 from tunecompile.ops import document_mask
 
@@ -144,3 +144,32 @@ def test_queries_and_keys_that_are_cast_for_exact_scores(name):
     assert ((call.query, call.key) == (inputs["q"], inputs["k"])) == (narrow or name == "as they are")
     wide = [node for node in graph.nodes if node.target == "to" and node.args[0] in (inputs["q"], inputs["k"])]
     assert not narrow or (len(wide) == 2 and found.inside.issuperset(wide))
+
+
+def attend(*given, **options):
+    return F.scaled_dot_product_attention(*given, **options)
+
+
+CAUSAL = {
+    "one": (lambda q, k, v, m, b: attend(q, k, v, is_causal=True), 1),
+    "two": (lambda q, k, v, m, b: attend(attend(q, k, v, None, 0.0, True), k, v, is_causal=True), 2),
+    "none": (lambda q, k, v, m, b: q + k, 0),
+    "not causal": (lambda q, k, v, m, b: attend(q, k, v), 0),
+    "one of two": (lambda q, k, v, m, b: attend(attend(q, k, v), k, v, is_causal=True), 0),
+    "a mask": (lambda q, k, v, m, b: attend(attend(q, k, v, attn_mask=m), k, v, is_causal=True), 0),
+    "other keys": (lambda q, k, v, m, b: attend(q, k[:, :, 1:], v[:, :, 1:], is_causal=True), 0),
+    "written out": (
+        lambda q, k, v, m, b: attend(((q @ k.mT).softmax(-1) @ v), k, v, is_causal=True),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_attention_that_is_causal_by_its_argument(name):
+    """All of a graph, or none: with a mask in its place, any other would be another attention."""
+    make, count = CAUSAL[name]
+    assert causal_calls([graph_of(make)[0]]) == count
+    assert causal_calls([graph_of(make)[0], graph_of(CAUSAL["one"][0])[0]]) == (
+        count + 1 if count or name == "none" else 0
+    )

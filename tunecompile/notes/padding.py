@@ -13,6 +13,8 @@ NOTES = {
         "packed batches keep their mask: {detail}",
         "Follow the reason, if it is yours to change. The numbers are right.",
     ),
+    "sizes-rounded": NoteKind("sizes of {subject} that seldom recur are rounded up ({count} batches)"),
+    "sizes-kept": NoteKind("sizes of {subject} are not rounded up, so that they seldom recur: {detail}"),
     "states-cross-documents": NoteKind(
         "states of {subject} cross from one packed sequence to the next, as the model's own code has it",
         "Give the model cu_seq_lens_q with each packed batch, which has one row (DataCollatorWithFlattening of "
@@ -103,6 +105,7 @@ REASONS = {
     "weights-gathered": NoteKind(
         "weights are gathered from other ranks, and a rank that has to begin a batch again would be alone"
     ),
+    "attention-not-causal": NoteKind("attention without a mask is not known to be causal in all layers"),
     "own-mask": NoteKind("its layers make a mask of their own"),
     "attention-dropout": NoteKind("it has dropout in attention", "Set attention_dropout = 0 in the model's config."),
     "attention-argument": NoteKind("its attention takes {detail}"),

@@ -36,7 +36,7 @@ from tunecompile.runtime.module_watch import ModuleSnapshot
 from tunecompile.runtime.region import CallKind, Region
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
-from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW
+from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW, FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
 from tunecompile.runtime.unpad.image_bounds import LONGEST_IMAGE, ImageBounds
 from tunecompile.runtime.unpad.pair_masks import real_masks
@@ -106,28 +106,32 @@ class LayerSlot:
         flat, mask = found
         keep = not in_backward() and not in_checkpoint()
         if (row := RowCall.of(flat, mask, args, kwargs, keep)) is None:
-            return self._padded(note("argument-given", "one without tokens"), flat.drops, mode, args, kwargs)
+            return self._padded(note("argument-given", "one without tokens"), flat, mode, args, kwargs)
         try:
             output = self._run_as(mode, row.args, row.kwargs)
             self.padding.layer_ran()
+            self.padding.rounding.ran(self.layer, flat, args, kwargs, last_met())
             row.hand_on(last_met(), self.padding.running)
             kept = self.inside.kept() if self.padding.is_new(last_met()) and self.inside is not None else None
             if kept is not None and row.is_kept(kept, output, self.padding.stale):
                 raise NotTokenWise(note("output-holds-more"))
         except NotTokenWise as refused:
             self._forget_variant()
-            return self._padded(refused.reason, flat.drops, mode, args, kwargs)
+            return self._padded(refused.reason, flat, mode, args, kwargs)
         return flat.leave(output, keep)
 
-    def _padded(self, reason: Note, drops: bool, mode: Mode, args: tuple, kwargs: dict) -> Any:
+    def _padded(self, reason: Note, flat: FlatBatch, mode: Mode, args: tuple, kwargs: dict) -> Any:
         """The call as it comes, where the layer cannot run on a row of documents.
 
         Raises:
             NotTokenWise: layers before it have left out what stands at padding, so that all have to begin anew.
         """
-        if drops:
+        if flat.drops:
             raise NotTokenWise(reason)
-        self.padding.refuse(reason, PACKED)
+        if flat.rounds:
+            self.padding.rounding.refuse(reason)
+        else:
+            self.padding.refuse(reason, PACKED)
         output = self._as_it_comes(mode, args, kwargs)
         take_back(self.padding.stale)
         return output
@@ -140,6 +144,8 @@ class LayerSlot:
         output = self._run_as(mode, args, kwargs)
         if before:
             note_written(before, DynamicShapes.of(list(tensors_in(args, kwargs))))
+        if self.padding is not None:
+            self.padding.rounding.came(self.layer, args, kwargs, last_met())
         return output
 
     def _run_as(self, mode: Mode, args: tuple, kwargs: dict) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from tunecompile.compiler.attention_calls import attention_calls, causal_calls
 from tunecompile.compiler.token_wise import hands_on
 
 _PLAIN = (int, float, str, torch.dtype)
@@ -24,6 +25,8 @@ class MetGraph:
     operations: tuple[tuple, ...]  #: in order, each with its constants
     dynamic: bool  #: whether sizes are symbols, in whose place another graph has integers
     hands_on: int = 0  #: how many tensors [1, H, N, D] it returns, if it is one for a row of documents
+    causal: int = 0  #: how many calls of attention are causal without a mask, if all are
+    by_documents: int = 0  #: how many are under a document mask
 
     @classmethod
     def of(cls, gm: GraphModule) -> MetGraph:
@@ -32,7 +35,14 @@ class MetGraph:
         values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
         nodes = (node for graph in graphs for node in graph.nodes if node.op.startswith("call"))
         calls = tuple((str(node.target), *_constants(node)) for node in nodes if _makes_tensors(node))
-        return cls(calls, any(isinstance(value, torch.SymInt) for value in values), hands_on(gm))
+        by_documents = sum(len(attention_calls(graph)) for graph in graphs)
+        return cls(
+            calls,
+            any(isinstance(value, torch.SymInt) for value in values),
+            hands_on(gm),
+            causal_calls(graphs),
+            by_documents,
+        )
 
     def computes_as(self, other: MetGraph) -> bool:
         """Whether both compute the same, under whatever plans. In dynamic graphs symbols take the place of integers."""

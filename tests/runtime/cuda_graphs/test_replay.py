@@ -108,6 +108,18 @@ def test_an_input_that_is_the_same_under_one_shape_alone_is_copied():
     assert place.layer.fixed() == {0} and place.layer.calls == 5 and place.seen == 3
 
 
+def test_whether_the_last_forwards_launches_are_waited_for_is_told_once():
+    """Of a forward that is not recorded, nothing is known: what another one told would be taken for it."""
+    replays = replay.GraphReplays(CpuRecorder())
+    graph = replays.forward(lambda inputs: [inputs[0] * inputs[1]], handed=1, parameters=[0])
+    assert replays.last_waits() is None
+    for waiting in (None, True, False):
+        graph.clocks[4,] = clock = launch_bound.Clock(replays.recorder)
+        clock.waiting = waiting
+        graph([torch.ones(3), torch.ones(4, 3), 4])
+        assert replays.last_waits() is waiting and replays.last_waits() is None
+
+
 def test_launches_are_summed_over_all_layers_of_a_further_shape():
     """Also where nothing may be recorded: a plan that copies to the host is weighed against one that leaves room. A further shape's
     clock knows in the middle of its first pass."""

@@ -1,6 +1,11 @@
 """Attention in a graph, however it is written: calls of torch's function, and scores, softmax and product apart."""
 
-from tunecompile.compiler.attention_calls.calls import attention_arguments, attention_calls, document_mask_of
+from tunecompile.compiler.attention_calls.calls import (
+    attention_arguments,
+    attention_calls,
+    causal_calls,
+    document_mask_of,
+)
 from tunecompile.compiler.attention_calls.found import LOWEST, AttentionArguments, FoundAttention, Term
 from tunecompile.compiler.attention_calls.weights import leave_out_weights
 from tunecompile.compiler.attention_calls.written_out import written_out_attention
@@ -12,6 +17,7 @@ __all__ = [
     "Term",
     "attention_arguments",
     "attention_calls",
+    "causal_calls",
     "document_mask_of",
     "leave_out_weights",
     "written_out_attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.attention_calls.found import LOWEST, AttentionArguments, FoundAttention
 from tunecompile.compiler.attention_calls.reading import calls, casts
-from tunecompile.compiler.attention_calls.written_out import read_written_out
+from tunecompile.compiler.attention_calls.written_out import read_written_out, written_out_attention
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.op import HALF
 from tunecompile.ops import document_mask
 
-__all__ = ["attention_arguments", "attention_calls", "document_mask_of"]
+__all__ = ["attention_arguments", "attention_calls", "causal_calls", "document_mask_of"]
 
 
 _NAMES = {"attn_mask": "mask", "dropout_p": "dropout", "is_causal": "causal"}
@@ -37,6 +38,22 @@ def attention_calls(graph: Graph, unread: bool = False) -> dict[Node, FoundAtten
         if call is not None and document_mask_of(call.arguments.mask) is not None:
             found[node] = _as_narrow_as_values(call)
     return found
+
+
+def causal_calls(graphs: Sequence[Graph]) -> int:
+    """How many calls of torch's function graphs have, if these are all attention, causal by an argument and no mask.
+
+    Returns:
+        0 where any has a mask, is not causal, is written out, or reads other tokens than its queries'.
+    """
+    calls = [node for graph in graphs for node in graph.nodes if node.target is F.scaled_dot_product_attention]
+    if any(written_out_attention(graph) for graph in graphs):
+        return 0
+    for call in map(attention_arguments, calls):
+        query, key = (value(each).shape[-2] for each in (call.query, call.key))
+        if call.mask is not None or call.causal is not True or str(query) != str(key):  # compared, they would be guards
+            return 0
+    return len(calls)
 
 
 def _with_its_only_mask(call: FoundAttention) -> FoundAttention:

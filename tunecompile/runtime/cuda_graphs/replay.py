@@ -52,6 +52,7 @@ class GraphReplays:
         self.failures: list[Note] = []
         self.graphs: weakref.WeakSet[Forward] = weakref.WeakSet()
         self.recorded = 0
+        self.clock: Clock | None = None  #: of the forward that ran last, until somebody asks
         self.passes = 0  #: told apart by the backwards between them
         self.allowance: Allowance | None = None  #: by the plan of memory; None where there is none
         self.bytes = 0  #: that recordings made the process take from the device
@@ -82,6 +83,11 @@ class GraphReplays:
     def closed(self) -> bool:
         """Whether the memory plan leaves recordings no room, and there is none."""
         return self.allowance is not None and self.allowance.room <= 0 and not self.bytes
+
+    def last_waits(self) -> bool | None:
+        """Whether launches of the forward that ran last are waited for; None where that is not known, or was asked."""
+        clock, self.clock = self.clock, None
+        return None if clock is None else clock.waiting
 
     def launching(self) -> float:
         """The host's milliseconds to launch a step's forwards whose kernels wait; 0 as long as that is not known."""
@@ -235,6 +241,7 @@ class Forward:
         clock = self.clocks.get(shape)
         if clock is None:
             clock = self.clocks[shape] = Clock(self.shared.recorder, loads=not self.clocks)
+        self.shared.clock = clock
         if clock.waiting is False:
             return self.run(inputs)
         place = self._place(shape, inputs)  # what launches take is summed over these, see `launching`

@@ -22,7 +22,9 @@ class PaddingRemoval(Part):
         for stack in state.stacks:
             slot = slot_of(stack.owner)
             if slot is None:
-                padding = Unpadding(stack.owner, members_of(stack), state.step, lambda: _head_is_called(state))
+                padding = Unpadding(
+                    stack.owner, members_of(stack), state.step, lambda: _head_is_called(state), state.replays
+                )
                 fill(stack.owner, OwnerSlot(padding))
                 state.paddings.append(padding)
                 for layer in state.slots:

@@ -53,6 +53,7 @@ class FlatBatch:
     shape: tuple[int, int]
     whole: bool = False  #: whether each row is one document without padding
     fills: str = ""  #: an argument of layers that is None, and becomes the mask
+    rounds: bool = False  #: whether it is no other batch than its rows, and only its size is another, see `rounding`
     rows: Rows = field(default_factory=Rows)
 
     @staticmethod
@@ -60,7 +61,7 @@ class FlatBatch:
         """From what a mask says."""
         if found.full:
             return FlatBatch.of_whole_rows(*found.real.shape, found.window, found.real.device)
-        device, (rows, length), multiple = found.real.device, found.real.shape, _multiple(found.real.device)
+        device, (rows, length), multiple = found.real.device, found.real.shape, multiple_on(found.real.device)
         total = _rounded(found.count, multiple)
         order = where_set(found.real.flatten(), found.count)
         begin = where_set(found.starts.flatten()[order], found.documents)
@@ -76,13 +77,17 @@ class FlatBatch:
         )
 
     @staticmethod
-    def of_whole_rows(rows: int, length: int, window: int, device: torch.device) -> FlatBatch:
-        """Where each row is a document, so that nothing has to be known but the shape."""
-        count, multiple = rows * length, _multiple(device)
-        total = _rounded(count, multiple)
+    def of_whole_rows(rows: int, length: int, window: int, device: torch.device, total: int = 0) -> FlatBatch:
+        """Where each row is a document, so that nothing has to be known but the shape.
+
+        total: N; 0: the next multiple of what kernels are made for.
+        """
+        count, multiple = rows * length, multiple_on(device)
+        longest = max(length, -(-total // rows), 2)  # as good as the same for all batches of so many rows and tokens
+        total = total or _rounded(count, multiple)
         offsets = torch.arange(rows + 2, device=device, dtype=torch.int32) * length
         offsets[-1:].fill_(total)
-        longest = torch.empty(_rounded(max(length, total - count, 2), multiple), 0, device=device)
+        longest = torch.empty(_rounded(max(longest, total - count), multiple), 0, device=device)
         index = F.pad(torch.arange(count, device=device), (0, total - count))
         return FlatBatch(index, offsets, longest, window, count, (rows, length), whole=True)
 
@@ -268,8 +273,8 @@ def _first_tensor(*values: Any) -> Tensor:
     return values[at]
 
 
-def _multiple(device: torch.device) -> int:
-    """Every new size may cost a plan, or a recording."""
+def multiple_on(device: torch.device) -> int:
+    """What numbers of tokens are rounded up to multiples of: every new size may cost a plan, or a recording."""
     return 128 if device.type == "cuda" else 8
 
 

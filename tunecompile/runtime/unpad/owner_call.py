@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tunecompile.notes import Note
@@ -25,7 +26,12 @@ class OwnerCall:
     keeps_padding: Note | None = None  #: why nothing at padding is left out in it
     drops: bool = False  #: whether hidden states at padding were left out
     packs: bool = False  #: whether documents were told apart without a mask
-    whole: bool = False  #: whether rows without padding came as documents, since their attention is written out
+    trains: bool = field(default_factory=torch.is_grad_enabled)  #: whether it has gradients
+    rounds: bool = False  #: whether its size may be rounded up
+    sized: bool = False  #: whether that was decided
+    rounded: FlatBatch | None = None  #: rows without padding, of a size that recurs
+    #: whether rows without padding came as documents: their attention is written out, or their lengths change
+    whole: bool = False
     decided: bool = False  #: whether a layer was given a mask that could be read
     presumed: list[Presumed] = field(default_factory=list)  #: masks that were not waited for
     ran: int = 0  #: layers that were launched since a mask was presumed

@@ -38,6 +38,7 @@ from tunecompile.runtime.unpad.mask_recorder import compiled_parts, recorder_for
 from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of
 from tunecompile.runtime.unpad.pair_masks import identity, version
 from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
+from tunecompile.runtime.unpad.rounding import Replays, Rounding
 from tunecompile.runtime.unpad.stale_rows import StaleRow, take_back
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Unpadding:
         members: returns the layers that its next call is going to call.
         step: the state of the running step.
         head_is_called: whether any training step called the head.
+        replays: of its layers, if any are recorded.
     """
 
     def __init__(
@@ -61,10 +63,11 @@ class Unpadding:
         members: Callable[[], tuple[nn.Module, ...]],
         step: Step,
         head_is_called: Callable[[], bool] = lambda: True,
+        replays: Replays | None = None,
     ):
         self.owner, self.members, self.step, self.head_is_called = owner, members, step, head_is_called
         self.watch = refusals.OwnerWatch(owner, members)
-        self.presumptions = Presumptions()
+        self.presumptions, self.rounding = Presumptions(), Rounding(owner, members, self.watch, replays)
         self.gathered: bool | None = None  #: whether layers gather weights from other ranks; None until it is looked at
         self.notes: dict[Note, None] = {}
         self.looks = LOOKS
@@ -110,7 +113,8 @@ class Unpadding:
         return any(parameter.name == "use_cache" for parameter in self.parameters)
 
     def _run(self, call: OwnerCall, args: tuple, kwargs: dict) -> Any:
-        call.refused = self.refused or refused_now(self.owner) or refusals.arguments(call.given)
+        now = refused_now(self.owner) or refusals.arguments(call.given)
+        call.refused, call.rounds = self.refused or now, now is None and self.rounding.may_round(self.refused)
         if self.gathered is None:
             self.gathered = refusals.gathers(self.owner)
         if self.gathered and call.keeps_padding is None:
@@ -127,9 +131,8 @@ class Unpadding:
             return output
         finally:
             self.running = before
-            for known in self.masks.values():
-                if known.decision.flat is not None:
-                    known.decision.flat.forget()
+            for flat in self._flats(call):
+                flat.forget()
         if not self.presumptions.hold(call.presumed):
             return self._run(OwnerCall(call.given, keeps_padding=call.keeps_padding), args, kwargs)
         if call.drops and is_seen(call.mappings.values(), call.given, output):  # zeros at padding
@@ -147,6 +150,7 @@ class Unpadding:
             self.flattened += call.drops
             self.packed += call.packs and not call.drops
             self.whole += call.whole
+            self.rounding.count += call.rounded is not None
         if not call.decided:
             self._tell_of_call(call)
 
@@ -204,7 +208,8 @@ class Unpadding:
         if mask is None:
             if self.running is not None and self.running.drops and not in_backward():  # it would read zeros at padding
                 raise NotTokenWise(note("no-mask-in-layers"))
-            return None
+            flat = self.rounding.batch_of(self.running, layer, args, kwargs)
+            return None if flat is None else (flat, None)
         decision = self._known(mask) if in_backward() else self._decided(layer, mask)
         rows = self.running.by_rows if self.running is not None and not in_backward() else None
         if decision.flat is None and rows is not None and rows.drops:
@@ -213,9 +218,12 @@ class Unpadding:
 
     def row_of(self, hidden: Any) -> tuple[FlatBatch, Tensor] | None:
         """The batch of which these hidden states are a layer's result, and the row that they were."""
-        batches = (known.decision.flat for known in self.masks.values()) if self.running is not None else ()
-        rows = ((flat, flat.row_of(hidden)) for flat in batches if flat is not None)
+        rows = ((flat, flat.row_of(hidden)) for flat in self._flats(self.running)) if self.running is not None else ()
         return next(((flat, row) for flat, row in rows if row is not None), None)
+
+    def _flats(self, call: OwnerCall) -> list[FlatBatch]:
+        found = [*(known.decision.flat for known in self.masks.values()), call.rounded]
+        return [flat for flat in found if flat is not None]
 
     def with_bounds(self, layer: nn.Module, kwargs: dict) -> dict:
         """A layer's arguments, with the bounds of documents that the model was given and kept from its layers.
@@ -378,7 +386,7 @@ class Unpadding:
         """For the report: how many batches came without padding, and why others did not."""
         told = [note("padding-removed", count=self.flattened)] if self.flattened else []
         told += [note("packed-without-mask", count=self.packed)] if self.packed else []
-        return told + [note("attention-outside")] * self.shared + list(self.notes)
+        return told + [note("attention-outside")] * self.shared + self.rounding.report() + list(self.notes)
 
 
 def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:

@@ -1,0 +1,358 @@
+"""Rows without padding whose lengths change: rounded up, so that layers see few shapes, and gradients are eager's."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tunecompile
+from tests.support import zoo
+from tests.support.batches import padded
+from tests.support.compare import assert_close, equal_bits
+from tests.support.models.pairs import pair
+from tests.support.notes import fell_back, has
+from tests.support.rounding import Shapes, waited_for
+from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.notes import note
+from tunecompile.runtime.cuda_graphs.replay import GraphReplays
+from tunecompile.runtime.unpad import refusals
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.owner_call import OwnerCall
+from tunecompile.runtime.unpad.rounding import PARTS, SIZES, STAYS, Rounding, rounded_up
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+EXACT = dict(loss=1e-6, limit=1e-6)  #: of models in fp64, whose norms and losses are in fp32
+CPU = torch.device("cpu")
+LENGTHS = (20, 24, 26, 21, 30, 29, 25, 31, 27, 18)
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch):
+    waited_for(monkeypatch)
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    return Shapes.of(monkeypatch)
+
+
+def row(length, rows=2):
+    return zoo.batch(seed=length, rows=rows, length=length)
+
+
+def follow(ours, plain, lengths, **limits):
+    for length in lengths:
+        assert_close(zoo.step(ours, row(length)), zoo.step(plain, row(length)), **limits)
+
+
+def test_lengths_that_do_not_recur_are_few_shapes(shapes):
+    ours, plain = pair(lambda: zoo.make("llama").double())
+    follow(ours, plain, LENGTHS, **EXACT)
+    assert shapes.of_layers("LlamaDecoderLayer") == {(2, 20, 64), (2, 24, 64), (1, 64, 64)}
+    region = tunecompile.report(ours).regions[0]
+    assert not fell_back(ours) and has(ours, "sizes-rounded", count=len(LENGTHS) - 2) and region.compiles <= 3, region
+
+
+@pytest.mark.slow
+def test_numbers_of_rows_and_rows_alone_are_of_one_graph(shapes):
+    """A row alone is as long as its longest document, which is no size that Dynamo may take for the same."""
+    ours, plain = pair(lambda: zoo.make("llama"))
+    follow(ours, plain, LENGTHS[:2])
+    for rows, length in ((1, 64), (1, 40), (3, 20), (2, 31), (1, 100), (4, 32), (1, 128)):
+        batch = row(length, rows)
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch))
+    assert shapes.of_layers("LlamaDecoderLayer") == {(2, 20, 64), (2, 24, 64), (1, 64, 64), (1, 128, 64)}
+    assert tunecompile.report(ours).regions[0].compiles <= 3 and not fell_back(ours)
+
+
+def test_one_size_or_two_stay_as_they_are(shapes):
+    """A loop whose last batch is smaller."""
+    ours, plain = pair(lambda: zoo.make("llama"))
+    follow(ours, plain, [20] * 5 + [8] + [20] * 3)
+    assert shapes.of_layers("LlamaDecoderLayer") == {(2, 20, 64), (2, 8, 64)} and not has(ours, "sizes-rounded")
+
+
+@pytest.mark.slow
+def test_a_size_that_was_recorded_stays_as_it_is(shapes):
+    ours, plain = pair(lambda: zoo.make("llama"))
+    follow(ours, plain, [20, 20, 24, 26, 20, 24, 28])
+    found = [shapes.calls(shape) // len(ours.model.layers) for shape in ((2, 20, 64), (2, 24, 64), (1, 64, 64))]
+    assert found == [3, 2, 2]
+
+
+def test_sizes_that_came_often_before_it_was_known_that_launches_are_waited_for():
+    made = Rounding(None, tuple, None, GraphReplays())
+    sizes = [(2, 20)] * STAYS + [(2, 24), (2, 28)]
+    assert not any(made._pays(size, 40) for size in sizes)
+    made.waits = 40
+    assert made._pays((2, 30), 40) and made._pays((2, 24), 40) and not made._pays((2, 20), 40)
+    assert not made._pays((2, 31), 51) and made.seen[2, 31] == 1, "further than is known"
+    made.computes = 40
+    assert not made._pays((2, 30), 40) and made._pays((2, 30), 39)
+    made.replays = None
+    assert not made._pays((2, 30), 39), "nothing is recorded"
+
+
+def test_batches_of_other_kinds_between(shapes):
+    """With padding, scored without gradients, evaluated, generated."""
+    ours, plain = pair(lambda: zoo.make("llama"))
+    for at, length in enumerate(LENGTHS[:6]):
+        follow(ours, plain, [length])
+        assert_close(zoo.step(ours, padded()), zoo.step(plain, padded()))
+        with torch.no_grad():
+            scored = [m.train()(**row(length + 1), use_cache=False).logits for m in (ours, plain)]
+            told = [m.eval()(**row(length)).loss for m in (ours, plain)]
+            made = [
+                m.eval().generate(row(length)["input_ids"], max_new_tokens=4, do_sample=False) for m in (ours, plain)
+            ]
+        torch.testing.assert_close(*scored, rtol=1e-4, atol=1e-5)
+        assert torch.equal(*told) and torch.equal(*made), at
+    assert has(ours, "sizes-rounded", count=4) and has(ours, "padding-removed", count=6)
+
+
+@pytest.mark.slow
+def test_two_forwards_before_one_backward():
+    ours, plain = pair(lambda: zoo.make("llama"))
+    follow(ours, plain, LENGTHS[:3])
+    both = lambda m, _: m(**row(25)).loss + 2 * m(**row(31)).loss  # noqa: E731
+    assert_close(zoo.step(ours, row(25), loss=both), zoo.step(plain, row(25), loss=both))
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param("other rows are seen", marks=pytest.mark.slow), "fill is read", "fill is counted"]
+)
+def test_faults_are_found(fault, monkeypatch):
+    """What the tests above compare differs, where tokens that fill up a batch take part, or documents are others."""
+    if fault == "other rows are seen":
+        inner = FlatBatch.enter
+
+        def enter(self, *given):
+            args, kwargs = inner(self, *given)
+            kwargs["document_offsets"] = kwargs["document_offsets"].clone()
+            kwargs["document_offsets"][1] += 1
+            return args, kwargs
+
+        monkeypatch.setattr(FlatBatch, "enter", enter)
+    else:
+        inner, read = FlatBatch.unflatten, fault == "fill is read"
+
+        def unflatten(self, values):
+            fill = values[:, self.real :]
+            return inner(self, values.roll(1, 1) if read else values) + (
+                0 if read else fill.mean() - fill.mean().detach()
+            )
+
+        monkeypatch.setattr(FlatBatch, "unflatten", unflatten)
+    ours, plain = pair(lambda: zoo.make("llama").double())
+    with pytest.raises(AssertionError):
+        follow(ours, plain, LENGTHS[:4], **EXACT)
+
+
+# -- where sizes stay ----------------------------------------------------------------------------------------------------
+
+
+def stays(shapes, ours, plain, lengths=LENGTHS[:5], reason=""):
+    follow(ours, plain, lengths)
+    assert all(rows == 2 for rows, *_ in shapes.last(len(lengths) - SIZES + 1)), shapes
+    assert not reason or has(ours, "sizes-kept", reason=reason), tunecompile.report(ours).notes
+
+
+@pytest.mark.slow
+def test_launches_that_are_not_waited_for(shapes, monkeypatch):
+    monkeypatch.setattr(Rounding, "_learn", lambda self, tokens: None)
+    stays(shapes, *pair(lambda: zoo.make("llama")))
+
+
+@pytest.mark.slow
+def test_attention_that_is_written_out(shapes):
+    """A layer without a mask would let tokens see those behind them; and with one there is nothing to round here."""
+    ours, plain = pair(lambda: zoo.make("llama", attn_implementation="eager"))
+    follow(ours, plain, LENGTHS[:5])
+    assert not has(ours, "sizes-rounded")
+
+
+def test_dropout_in_attention(shapes):
+    ours, plain = pair(lambda: zoo.make("llama", attention_dropout=0.5))
+    for length in LENGTHS[:5]:
+        zoo.step(ours, row(length))
+    assert has(ours, "sizes-kept", reason="attention-dropout") and not fell_back(ours)
+    assert all(rows == 2 for rows, *_ in shapes.last(2))
+
+
+def test_attention_that_is_causal_no_more(shapes):
+    """A user who trains an encoder from a decoder's weights, after some steps."""
+    ours, plain = pair(lambda: zoo.make("llama"))
+    follow(ours, plain, LENGTHS[:4])
+    for model in (ours, plain):
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+    stays(shapes, ours, plain)
+
+
+@pytest.mark.slow
+def test_a_call_that_says_that_attention_is_not_causal(shapes):
+    ours, plain = pair(lambda: zoo.make("llama"))
+    follow(ours, plain, LENGTHS[:4])
+    batch = {**row(28), "is_causal": False}
+    assert_close(zoo.step(ours, batch), zoo.step(plain, batch))
+    assert shapes.last(1) == [(2, 28, 64)]
+
+
+@pytest.mark.slow
+def test_attention_that_was_never_causal(shapes):
+    ours, plain = pair(lambda: zoo.make("llama"))
+    for model in (ours, plain):
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+    stays(shapes, ours, plain, reason="attention-not-causal")
+
+
+def test_more_attention_of_documents_than_was_causal():
+    """Some of it saw all tokens where it was given no mask."""
+    made, layer, flat = Rounding(None, tuple, None, None), nn.Linear(1, 1), FlatBatch.of_whole_rows(2, 6, 0, CPU)
+    call = (torch.randn(2, 6, 3),), {"attention_mask": None, "n": 3, "none": None}
+    graph = SimpleNamespace(causal=1, by_documents=2)
+    made.came(layer, *call, graph)
+    made.ran(layer, flat, *call, graph)  # no batch of ours
+    flat.rounds = True
+    with pytest.raises(NotTokenWise):
+        made.ran(layer, flat, *call, graph)
+    graph.by_documents = 1
+    made.ran(layer, flat, *call, graph)
+    with pytest.raises(NotTokenWise):  # another kind of call, of which nothing is known
+        made.ran(layer, flat, call[0], {**call[1], "n": 4}, graph)
+
+
+def test_calls_that_are_not_rounded():
+    layer, args = nn.Linear(1, 1), (torch.randn(2, 6, 3),)
+    made = Rounding(None, lambda: (layer,), Watch(), GraphReplays())
+    made.seen.update([(2, 4), (2, 5)])
+    made.came(layer, args, {"attention_mask": None}, SimpleNamespace(causal=1))
+
+    def batch(given=args, call=None, **kwargs):
+        return made.batch_of(call or OwnerCall({}, rounds=True), layer, given, {"attention_mask": None, **kwargs})
+
+    assert batch().shape == (2, 6) and batch().fills == "attention_mask" and len(batch().index) == 64
+    assert made.batch_of(None, layer, args, {"attention_mask": None}) is None
+    for refused in (
+        {"attention_mask": torch.ones(2, 6)},
+        {"cu_seq_lens_q": torch.tensor([0, 12])},
+        {"is_causal": True},
+        {"given": (torch.randn(12, 3),)},
+        {"given": ()},
+        {"call": OwnerCall({})},
+        {"call": OwnerCall({}, rounds=True, sized=True)},
+        {"call": OwnerCall({}, rounds=True, trains=False)},
+        {"more": 3},
+    ):
+        assert batch(**refused) is None, refused
+    assert made.batch_of(OwnerCall({}, rounds=True), layer, args, {}) is None, "a mask may be by position"
+    call = OwnerCall({}, rounds=True)
+    assert batch(call=call) is batch(call=call) and call.whole
+    assert batch((torch.randn(2, 7, 3),), call=call) is None, "other tokens than those of the layers before it"
+    made.watch = Watch(note("hook-on-all-modules"))
+    assert batch() is None and made.report()[0].code == "sizes-kept"
+    made.watch = Watch()
+    made.refuse(note("own-mask"))
+    assert batch() is None
+
+
+class Watch:
+    def __init__(self, why=None):
+        self.why = why
+
+    def reason(self):
+        return self.why
+
+
+class Mixing(nn.Module):
+    """An MLP that reads the mean over tokens."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) - x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("known", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_layers_that_mix_tokens(shapes, known, monkeypatch):
+    if known:  # as if it were of transformers: its graph is what tells
+        refusals._is_known.cache_clear()
+        monkeypatch.setattr(refusals, "_KNOWN_HOMES", (*refusals._KNOWN_HOMES, "tests."))
+
+    def build():
+        model = zoo.make("llama")
+        model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
+        return model
+
+    stays(shapes, *pair(build), reason="mixes-tokens" if known else "unknown-module")
+    refusals._is_known.cache_clear()
+
+
+@pytest.mark.slow
+def test_hooks_that_look_into_layers(shapes):
+    seen = []
+    ours, plain = pair(lambda: zoo.make("llama"))
+    ours.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    stays(shapes, ours, plain, reason="hook-on-module")
+    assert {shape[:2] for shape in seen} == {(2, length) for length in LENGTHS[:5]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_the_users_around_layers(shapes, reentrant):
+    """The layer would not know that it is repeated."""
+    ours, plain = pair(lambda: zoo.make("llama"))
+    follow(ours, plain, LENGTHS[:3])
+    for layer in ours.model.layers:
+        kind = type(layer)
+
+        def call(self, hidden, *args, _kind=kind, **kwargs):
+            return checkpoint(lambda x: _kind.__call__(self, x, *args, **kwargs), hidden, use_reentrant=reentrant)
+
+        layer.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
+    stays(shapes, ours, plain)
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing():
+    ours, plain = pair(lambda: zoo.make("llama"))
+    for model in (ours, plain):
+        model.gradient_checkpointing_enable()
+    follow(ours, plain, LENGTHS[:5])
+    assert has(ours, "sizes-rounded", count=3)
+
+
+@pytest.mark.slow
+def test_outputs_that_are_required(shapes):
+    ours, plain = pair(lambda: zoo.make("llama"))
+    follow(ours, plain, LENGTHS[:3])
+    found = [m(**row(28), output_hidden_states=True).hidden_states for m in (ours, plain)]
+    for made, expected in zip(*found):
+        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+    assert shapes.last(1) == [(2, 28, 64)]
+
+
+def test_dropout_elsewhere_is_that_of_the_row():
+    """As where padding is removed: the same seed gives the same step, and other numbers than a batch of another shape."""
+    ours, _ = pair(lambda: zoo.adapt(zoo.make("llama"), lora_dropout=0.5))
+    follow_alone = [zoo.step(ours, row(length)) for length in LENGTHS[:3]]
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append(zoo.step(ours, row(29)))
+    assert equal_bits(*found) and has(ours, "sizes-rounded", count=3) and follow_alone
+
+
+def test_sizes_are_rounded_to_parts_of_powers_of_two():
+    device = torch.device("cpu")
+    for count in range(1, 5000, 7):
+        made = rounded_up(count, device)
+        assert count <= made < count + max(64, count / PARTS) and made % 64 == 0
+    sizes = {rounded_up(count, device) for count in range(2048, 4097)}
+    assert len(sizes) == PARTS + 1 and {4096, 2048, 2304} <= sizes

@@ -1,0 +1,57 @@
+"""Which shapes layers are called with, and launches that are waited for where there is no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tunecompile.runtime.unpad import flat_batch, rounding
+from tunecompile.runtime.unpad.rounding import Rounding
+from tunecompile.runtime.variant import Variant
+
+MULTIPLE = 64  #: in place of what kernels of a GPU are made for
+
+
+def waited_for(monkeypatch, learns: bool = True) -> None:
+    """Sizes are rounded up as on a GPU that waits for each launch, to a smaller multiple.
+
+    learns: without any clock.
+    """
+    if learns:
+        monkeypatch.setattr(Rounding, "_learn", lambda self, tokens: setattr(self, "waits", 1 << 30))
+    for module in (flat_batch, rounding):
+        monkeypatch.setattr(module, "multiple_on", lambda device: MULTIPLE)
+
+
+@dataclass
+class Shapes:
+    """Hidden states of all calls of compiled layers."""
+
+    seen: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+
+    @staticmethod
+    def of(monkeypatch) -> Shapes:
+        """From now on."""
+        made, call = Shapes(), Variant.call
+
+        def watched(self, layer, *args, **kwargs):
+            hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+            made.seen.append((type(layer).__name__, tuple(hidden.shape)))
+            return call(self, layer, *args, **kwargs)
+
+        monkeypatch.setattr(Variant, "call", watched)
+        return made
+
+    def of_layers(self, kind: str) -> set[tuple[int, ...]]:
+        """The different ones of a class of layers."""
+        return {shape for name, shape in self.seen if name == kind}
+
+    def calls(self, shape: tuple[int, ...]) -> int:
+        """How often a layer was called with this one."""
+        return sum(each == shape for _, each in self.seen)
+
+    def last(self, steps: int) -> list[tuple[int, ...]]:
+        """The last shapes, one after another."""
+        different = [each for at, each in enumerate(self.seen) if not at or self.seen[at - 1] != each]
+        return [shape for _, shape in different[-steps:]]

@@ -1,0 +1,214 @@
+"""Sizes that come with batches are rounded up, so that shapes recur: rows without padding as long as images are.
+
+A launch-bound layer is replayed where its shape was recorded, and so where it comes again (`cuda_graphs.replay`). Rows
+with padding come as one row of documents, whose size is rounded. Rows without any come as they are: where hardly two
+batches have rows of one length, hardly a layer is ever recorded. So from some sizes on, as long as launches are waited
+for, such rows are one row of documents, too.
+
+That is right where attention is known to be causal, and where layers treat each token by itself otherwise. Their graphs
+say so: of a call that came as it is, and of the one that ran.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tunecompile._torch.autograd import in_backward, in_checkpoint
+from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.notes import Note, note
+from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch, multiple_on
+from tunecompile.runtime.unpad.given_masks import MASK
+from tunecompile.runtime.unpad.owner_call import OwnerCall
+from tunecompile.runtime.unpad.refusals import OwnerWatch
+
+SIZES = 3  #: from so many different ones on they are rounded; a loop has a second one at the end of its data
+STAYS = 3  #: calls that one size has come as it is, in which it was recorded
+PARTS = 8  #: of the numbers between a power of two and the next: at most one part, or a multiple, is filled up
+#: times the largest size whose launches are known to be waited for; a larger one comes as it is, and tells
+REACH = 1.25
+COUNTED = 64  #: sizes that are told apart
+KINDS = 16  #: kinds of calls of one layer that are told apart
+#: why padding stays, where that says nothing of rows without any
+_OF_PADDING = ("one-owner-several-lists", "logits-read")
+
+
+class Replays(Protocol):
+    """What records launch-bound layers."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be recorded."""
+        ...
+
+    def last_waits(self) -> bool | None:
+        """Whether launches of the forward that ran last are waited for; None where that is not known."""
+        ...
+
+
+class Graph(Protocol):
+    """A compiled graph of a layer."""
+
+    causal: int  #: how many calls of attention are causal without a mask, if all are
+    by_documents: int  #: how many are under a document mask
+
+
+@dataclass
+class CausalAttention:
+    """What is known of one layer's attention without a mask."""
+
+    switches: list[dict[str, Any]]  #: attributes of modules that say whether it is causal
+    calls: dict[tuple, int] = field(default_factory=dict)  #: by kind of call: how many calls of attention it has
+
+    @staticmethod
+    def of(layer: nn.Module) -> CausalAttention:
+        """Of a layer that has not been looked at."""
+        return CausalAttention([vars(module) for module in layer.modules() if "is_causal" in vars(module)])
+
+    def count(self, kind: tuple) -> int:
+        """The calls of attention in a call of this kind, if all are causal; 0 where that is not known."""
+        return self.calls.get(kind, 0) if all(each["is_causal"] is True for each in self.switches) else 0
+
+
+class Rounding:
+    """Decides for the calls of one owner of layers whether their sizes are rounded up."""
+
+    def __init__(
+        self, owner: nn.Module, members: Callable[[], Sequence[nn.Module]], watch: OwnerWatch, replays: Replays | None
+    ):
+        self.owner, self.members, self.watch, self.replays = owner, members, watch, replays
+        self.seen: Counter[tuple[int, ...]] = Counter()  #: sizes that came as they are
+        self.waits = 0  #: the largest number of tokens whose launches are known to be waited for
+        self.computes: float = float("inf")  #: the smallest whose are not
+        self.attention: weakref.WeakKeyDictionary[nn.Module, CausalAttention] = weakref.WeakKeyDictionary()
+        self.refused: Note | None = None  #: why no size is rounded from now on
+        self.kept: Note | None = None  #: why the last one that changed was not
+        self.count = 0  #: steps
+
+    @staticmethod
+    def may_round(kept: Note | None) -> bool:
+        """Whether rows without padding may be rounded where padding stays, for this reason."""
+        return kept is None or kept.code in _OF_PADDING
+
+    def batch_of(self, call: OwnerCall | None, layer: nn.Module, args: tuple, kwargs: dict) -> FlatBatch | None:
+        """The batch of a layer's call that has no mask, of another size; None where it stays as it is."""
+        if call is None or not call.rounds or self.refused is not None or _is_repeated(call):
+            return None
+        if call.sized and call.rounded is None:
+            return None
+        kind, hidden = self._kind(args, kwargs), _hidden(args, kwargs)
+        if kind is None or hidden is None or hidden.dim() != 3:
+            return None
+        rows, length, _ = hidden.shape
+        if not call.sized:
+            call.sized = True
+            if self._pays((rows, length), rows * length) and self._may(self._why_not_causal):
+                total = rounded_up(rows * length, hidden.device)
+                call.rounded = FlatBatch.of_whole_rows(rows, length, 0, hidden.device, total)
+                call.rounded.fills, call.rounded.rounds, call.whole = MASK, True, True
+        flat = call.rounded
+        return flat if flat is not None and flat.shape == (rows, length) and self._calls(layer, kind) else None
+
+    def came(self, layer: nn.Module, args: tuple, kwargs: dict, graph: Graph | None) -> None:
+        """Learn from a layer's call that ran as it comes."""
+        hidden = _hidden(args, kwargs)
+        if hidden is None or in_backward():
+            return
+        self._learn(hidden.shape[:-1].numel())
+        kind = self._kind(args, kwargs)
+        if kind is None or graph is None or not graph.causal:
+            return
+        known = self.attention.get(layer)
+        if known is None:
+            known = self.attention[layer] = CausalAttention.of(layer)
+        if len(known.calls) < KINDS:
+            known.calls[kind] = graph.causal
+
+    def ran(self, layer: nn.Module, flat: FlatBatch, args: tuple, kwargs: dict, graph: Graph | None) -> None:
+        """Learn from a layer's call on a row of documents.
+
+        Raises:
+            NotTokenWise: other attention became that of documents than was causal without a mask.
+        """
+        self._learn(len(flat.index))
+        if flat.rounds and graph is not None and graph.by_documents != self._calls(layer, self._kind(args, kwargs)):
+            raise NotTokenWise(note("own-mask"))
+
+    def refuse(self, reason: Note) -> None:
+        """From now on every size comes as it is."""
+        self.refused = reason
+
+    def report(self) -> list[Note]:
+        """For the report."""
+        kind, why = type(self.owner).__name__, self.refused or self.kept
+        told = [note("sizes-rounded", kind, count=self.count)] if self.count else []
+        return told + ([note("sizes-kept", kind, why)] if why is not None else [])
+
+    def _calls(self, layer: nn.Module, kind: tuple | None) -> int:
+        known = self.attention.get(layer)
+        return 0 if known is None or kind is None else known.count(kind)
+
+    def _kind(self, args: tuple, kwargs: dict) -> tuple | None:
+        """What a layer's attention may follow, beside tensors; None where it has a mask or is told of documents."""
+        if MASK not in kwargs or kwargs[MASK] is not None or any(kwargs.get(name) is not None for name in _TOLD):
+            return None
+        plain = ((name, _plain(value)) for name, value in (*enumerate(args), *kwargs.items()) if value is not None)
+        return (getattr(getattr(self.owner, "config", None), "_attn_implementation", None), *plain)
+
+    def _pays(self, size: tuple[int, ...], tokens: int) -> bool:
+        """Whether a batch of this size is rounded: where sizes change, and the host is waited for."""
+        again = self.seen[size] >= STAYS
+        several = len(self.seen.keys() | {size}) >= SIZES
+        waits = tokens <= REACH * self.waits and tokens < self.computes
+        if several and not again and waits and self.replays is not None and not self.replays.closed:
+            return True
+        if torch.is_grad_enabled() and (size in self.seen or len(self.seen) < COUNTED):
+            self.seen[size] += 1
+        return False
+
+    def _may(self, why_not: Callable[[], Note | None]) -> bool:
+        """Whether nothing is in the way in layers, and nobody looks at what is inside them."""
+        self.kept = why_not() or self.watch.reason()
+        return self.kept is None
+
+    def _why_not_causal(self) -> Note | None:
+        known = all(layer in self.attention for layer in self.members())
+        return None if known else note("attention-not-causal")
+
+    def _learn(self, tokens: int) -> None:
+        waits = None if self.replays is None else self.replays.last_waits()
+        if waits:
+            self.waits = max(self.waits, tokens)
+            self.computes = self.computes if tokens < self.computes else float("inf")
+        elif waits is not None:
+            self.computes = min(self.computes, tokens)
+
+
+def rounded_up(count: int, device: torch.device) -> int:
+    """The size that a batch of so many tokens is filled up to."""
+    part = max(multiple_on(device), (1 << count.bit_length() - 1) // PARTS)
+    return -(-count // part) * part
+
+
+_TOLD = (*sorted(BOUNDARIES), "is_causal")
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str)) else type(value)
+
+
+def _hidden(args: tuple, kwargs: dict) -> Tensor | None:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+
+
+def _is_repeated(call: OwnerCall) -> bool:
+    """Whether a checkpoint of the user's repeats the layer, which would have to know. (A re-entrant one runs it without
+    gradients.)
+    """
+    return in_backward() or in_checkpoint() or torch.is_grad_enabled() is not call.trains
