@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tunecompile._torch.dynamo import mark_dynamic
 from tunecompile.compiler.partitioner import copied
-from tunecompile.compiler.token_wise import hands_on, why_not_token_wise
+from tunecompile.compiler.token_wise import hands_on, is_told_of_images, why_not_token_wise
 from tunecompile.ops import document_mask, short_convolution
 
 WIDTH, HEADS = 12, 3
@@ -290,3 +290,60 @@ def test_heads_that_a_layer_hands_on_are_counted():
     mark_dynamic(row, 1)
     torch.compile(keys, backend=backend, fullgraph=True)(row)
     assert found == [2] and reason(lambda x: (x, split(x))) is None
+
+
+def of_patches(layer):
+    """What is found of a function of a tower's patches [N, 12], a mask of its images, and what makes one of other bounds."""
+    found = []
+
+    def backend(gm, inputs):
+        found.append((is_told_of_images(gm), why_not_token_wise(gm)))
+        return gm.forward
+
+    def run(x, image_offsets, longest, others):
+        def other():
+            return document_mask(others, longest.shape[0], len(x), 0, False)
+
+        return layer(x, document_mask(image_offsets, longest.shape[0], len(x), 0, False), other)
+
+    torch._dynamo.reset()
+    given = torch.randn(8, WIDTH), torch.tensor([0, 3, 8, 8]).int(), torch.empty(5, 0), torch.tensor([0, 8]).int()
+    for tensor in given:
+        mark_dynamic(tensor, 0)
+    torch.compile(run, backend=backend, fullgraph=True)(*given)
+    ((told, reason),) = found
+    assert told
+    return reason
+
+
+def of_images(x, mask):
+    q = x.unflatten(-1, (HEADS, -1)).transpose(0, 1)[None]
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).squeeze(0).transpose(0, 1).flatten(1)
+
+
+def test_patches_that_are_told_apart():
+    for layer in (
+        lambda x, mask, other: x + of_images(x.sin() @ LINEAR, mask) * x.mean(-1, keepdim=True),
+        lambda x, mask, other: of_images(x, mask)[None],
+    ):
+        assert of_patches(layer) is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "code"),
+    [
+        (lambda x, mask, other: of_images(x, mask) - x.mean(0), "mixes-tokens"),
+        (lambda x, mask, other: of_images(x, mask) - x.amax(), "mixes-tokens"),
+        (lambda x, mask, other: of_images(x, mask).cumsum(0), "mixes-tokens"),
+        (lambda x, mask, other: of_images(x, mask).flip(0), "mixes-tokens"),
+        (lambda x, mask, other: of_images(x, mask) / len(x), "mixes-tokens"),
+        (lambda x, mask, other: x.t() @ of_images(x, mask), "mixes-tokens"),
+        (lambda x, mask, other: of_images(x, mask) + of_images(x, other()), "own-mask"),
+        (lambda x, mask, other: (of_images(x, mask), x + 1), "output-holds-more"),
+        (lambda x, mask, other: of_images(x, mask).view(-1, 4 * WIDTH), None),
+    ],
+)
+def test_patches_that_may_not_be(layer, code):
+    """The last one joins patches by four, which no prime number of them can be."""
+    reason = of_patches(layer)
+    assert reason is not None and code in (None, reason.code)

@@ -123,12 +123,14 @@ class _Reader(Interpreter):
 
     def __init__(self, gm: GraphModule, mode: _LeavesTokensApart, unread: bool):
         super().__init__(gm, garbage_collect_values=False)  # what attention reads may be last read in the midst of it
-        self.mode, self.attention = mode, attention_calls(gm.graph, unread)
+        self.mode, self.attention, self.of_images = mode, attention_calls(gm.graph, unread), is_told_of_images(gm)
         self.skipped = {node for call in self.attention.values() for node in call.inside}
 
     def run_node(self, n: Node) -> Any:
         self.mode.node = n
-        if n in self.skipped or document_mask_of(n) is not None:
+        if n in self.skipped or (mask := document_mask_of(n)) is not None:
+            if self.of_images and n not in self.skipped and not _is_given(mask.args[0], IMAGE_OFFSETS):
+                raise NotTokenWise(note("own-mask"))  # of other bounds, which end before what fills up the row
             return None  # read by attention alone, see below
         if n.op == "output":
             self._look_at_outputs(n)
@@ -164,7 +166,8 @@ class _Reader(Interpreter):
             tokens = tokens_of(made) if isinstance(made, Tensor) else []
             heads = tokens == [2] and _has_heads(made) and not _has_rows_behind(made)
             rows += bool(tokens) and not heads
-            if rows > 1 or (tokens and not heads and (tokens != [1] or made.shape[0] != 1)):
+            is_row = (tokens == [1] and made.shape[0] == 1) or (tokens == [0] and self.of_images)
+            if rows > 1 or (tokens and not heads and not is_row):
                 raise NotTokenWise(note("output-holds-more"))
 
 
@@ -186,13 +189,24 @@ _BY_DOCUMENTS: dict[Any, int] = {
     for op in (channel_delta_rule, gated_delta_rule, selective_scan, short_convolution, ssd_scan)
 }
 OFFSETS = "document_offsets"  #: what a layer's argument is called that has them, as an input of its graph
+#: the same of a tower, int32 [images + 2]: the last image is empty, or what fills up the row
+IMAGE_OFFSETS = "image_offsets"
 
 
 def _has_offsets(node: Node) -> bool:
     """Whether an op's documents are those of the row. (Those that a collator gives count padding.)"""
     place = _BY_DOCUMENTS[node.target]
     offsets = node.args[place] if len(node.args) > place else node.kwargs.get("offsets")
-    return isinstance(offsets, Node) and offsets.op == "placeholder" and OFFSETS in offsets.name
+    return _is_given(offsets, OFFSETS)
+
+
+def _is_given(offsets: Any, name: str) -> bool:
+    return isinstance(offsets, Node) and offsets.op == "placeholder" and name in offsets.name
+
+
+def is_told_of_images(gm: GraphModule) -> bool:
+    """Whether a graph is of a tower's row of patches, [N, ...] or [1, N, ...], that is told where images begin."""
+    return any(_is_given(node, IMAGE_OFFSETS) for node in gm.graph.find_nodes(op="placeholder"))
 
 
 class _LeavesTokensApart(TorchDispatchMode):
@@ -243,16 +257,19 @@ def _bodies(node: Node) -> list[GraphModule]:
 
 
 def _number_of_tokens(gm: GraphModule) -> Any:
-    """The symbol N of the row [1, N, ...] that a graph was made for.
+    """The symbol N of the row [1, N, ...] that a graph was made for, or of a tower's [N, H].
 
     Raises:
         NotTokenWise: there is none.
     """
-    values = map(value, gm.graph.find_nodes(op="placeholder"))
-    row = next((v for v in values if isinstance(v, Tensor) and v.dim() > 2 and v.shape[0] == 1), None)
-    if row is None or isinstance(row.shape[1], int):
+    values = [v for v in map(value, gm.graph.find_nodes(op="placeholder")) if isinstance(v, Tensor)]
+    tokens = next((v.shape[1] for v in values if v.dim() > 2 and v.shape[0] == 1), None)
+    if tokens is None and is_told_of_images(gm):
+        rows = (v.shape[0] for v in values if v.dim() == 2 and v.is_floating_point() and v.shape[1] != 0)
+        tokens = next((size for size in rows if not isinstance(size, int)), None)
+    if tokens is None or isinstance(tokens, int):
         raise NotTokenWise(note("graph-not-understood", detail="the number of tokens is a constant of it"))
-    return row.shape[1]
+    return tokens
 
 
 def tokens_of(tensor: Tensor) -> list[int]:

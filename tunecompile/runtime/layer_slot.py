@@ -36,9 +36,9 @@ from tunecompile.runtime.module_watch import ModuleSnapshot
 from tunecompile.runtime.region import CallKind, Region
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
-from tunecompile.runtime.unpad.flat_batch import OFFSETS, WINDOW, FlatBatch
+from tunecompile.runtime.unpad.flat_batch import LONGEST_IMAGE, OFFSETS, WINDOW, FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
-from tunecompile.runtime.unpad.image_bounds import LONGEST_IMAGE, ImageBounds
+from tunecompile.runtime.unpad.image_bounds import ImageBounds
 from tunecompile.runtime.unpad.pair_masks import real_masks
 from tunecompile.runtime.unpad.stale_rows import take_back
 from tunecompile.runtime.unpad.unpad import Unpadding
@@ -116,7 +116,7 @@ class LayerSlot:
             if kept is not None and row.is_kept(kept, output, self.padding.stale):
                 raise NotTokenWise(note("output-holds-more"))
         except NotTokenWise as refused:
-            self._forget_variant()
+            self._forget_variant(flat)
             return self._padded(refused.reason, flat, mode, args, kwargs)
         return flat.leave(output, keep)
 
@@ -372,8 +372,10 @@ class LayerSlot:
         """The arguments, with hidden states that require a gradient, and whose memory these share, if they do."""
         return require_grad(self.layer, args, kwargs)
 
-    def _forget_variant(self) -> None:
-        """No call runs it."""
+    def _forget_variant(self, flat: FlatBatch) -> None:
+        """No call runs it, unless it is a tower's, which runs other rows as well."""
+        if flat.bounds is not None:
+            return
         self.region.variants = {
             key: variant for key, variant in self.region.variants.items() if variant is not self.variant
         }

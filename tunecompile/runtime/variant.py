@@ -25,14 +25,21 @@ from tunecompile._torch.dynamo import (
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.backend import WEIGHTS_UNREAD, Backend, CompiledAs, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
-from tunecompile.compiler.token_wise import NotTokenWise, why_not_token_wise
+from tunecompile.compiler.token_wise import IMAGE_OFFSETS, NotTokenWise, is_told_of_images, why_not_token_wise
 from tunecompile.errors import summary
 from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUMENTS
-from tunecompile.notes import note
+from tunecompile.notes import Note, note
 from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
 from tunecompile.runtime.met_graph import MetGraph, also_watching, meet
-from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, OFFSETS, with_document_mask
-from tunecompile.runtime.unpad.image_bounds import IMAGE_BOUNDS, IMAGE_OFFSETS, LONGEST_IMAGE, without_bounds
+from tunecompile.runtime.unpad.flat_batch import (
+    BOUNDS_BESIDE,
+    IMAGE_BOUNDS,
+    LONGEST_IMAGE,
+    OFFSETS,
+    is_filled_up,
+    with_document_mask,
+)
+from tunecompile.runtime.unpad.image_bounds import without_bounds
 
 
 def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +49,7 @@ def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if (
         not torch.compiler.is_dynamo_compiling()
     ):  # a constant where Dynamo traces, so this runs only behind Dynamo's limit
-        if OFFSETS in kwargs:
+        if OFFSETS in kwargs or is_filled_up(told):
             raise NotTokenWise(note("runs-eagerly"))
         meet(None)
         slot_of(layer).note_eager()
@@ -134,7 +141,7 @@ class Variant:
                 return output
             except TorchRuntimeError as error:
                 refused = str(error).partition(": got ")[2].partition("\n")[0][:200] or summary(error)
-        if self.flat:
+        if self.flat or is_filled_up(kwargs):
             raise NotTokenWise(note("runs-eagerly"))
         meet(None)
         output = call_original(
@@ -166,14 +173,17 @@ class Variant:
         if self.effort.refuse(gm, history, self.batch, guard):
             if self.flat:
                 raise NotTokenWise(note("runs-eagerly"))
-            return _told(gm, gm.forward)
+            return _told(gm, gm.forward, note("runs-eagerly"))
         reason = getattr(gm, "compile_subgraph_reason", None)
         if getattr(reason, "graph_break", False):
             self.breaks.append(_one_line(reason))
+        mixes = None
         if self.flat:
             specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
-            if (mixes := note("has-graph-breaks") if self.breaks else why_not_token_wise(gm, self.unread)) is not None:
-                raise NotTokenWise(mixes)
+        if self.flat or is_told_of_images(gm):
+            mixes = note("has-graph-breaks") if self.breaks else why_not_token_wise(gm, self.unread)
+        if self.flat and mixes is not None:
+            raise NotTokenWise(mixes)
         gm.meta[WEIGHTS_UNREAD] = self.unread and not self.breaks  # which the next piece may read
         with _saving_here():
             before = len(self.backend.contexts)
@@ -187,12 +197,12 @@ class Variant:
             history.add(guard)
             self.integers_change |= history.integers > 0
         self.contexts += self.backend.contexts[before:]
-        return _told(gm, compiled)
+        return _told(gm, compiled, mixes)
 
 
-def _told(gm: GraphModule, compiled: Callable) -> Callable:
+def _told(gm: GraphModule, compiled: Callable, mixes: Note | None = None) -> Callable:
     """`compiled`, before whose calls `meet` is called."""
-    graph = MetGraph.of(gm)
+    graph = MetGraph.of(gm, mixes)
 
     def run(*args: Any) -> Any:
         meet(graph)

@@ -214,7 +214,7 @@ def test_more_attention_of_documents_than_was_causal():
     """Some of it saw all tokens where it was given no mask."""
     made, layer, flat = Rounding(None, tuple, None, None), nn.Linear(1, 1), FlatBatch.of_whole_rows(2, 6, 0, CPU)
     call = (torch.randn(2, 6, 3),), {"attention_mask": None, "n": 3, "none": None}
-    graph = SimpleNamespace(causal=1, by_documents=2)
+    graph = SimpleNamespace(causal=1, by_documents=2, of_images=False)
     made.came(layer, *call, graph)
     made.ran(layer, flat, *call, graph)  # no batch of ours
     flat.rounds = True
@@ -230,7 +230,7 @@ def test_calls_that_are_not_rounded():
     layer, args = nn.Linear(1, 1), (torch.randn(2, 6, 3),)
     made = Rounding(None, lambda: (layer,), Watch(), GraphReplays())
     made.seen.update([(2, 4), (2, 5)])
-    made.came(layer, args, {"attention_mask": None}, SimpleNamespace(causal=1))
+    made.came(layer, args, {"attention_mask": None}, SimpleNamespace(causal=1, of_images=False))
 
     def batch(given=args, call=None, **kwargs):
         return made.batch_of(call or OwnerCall({}, rounds=True), layer, given, {"attention_mask": None, **kwargs})

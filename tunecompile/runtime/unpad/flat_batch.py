@@ -11,18 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile._torch.cuda import where_set
-from tunecompile.compiler.token_wise import OFFSETS
+from tunecompile.compiler.token_wise import IMAGE_OFFSETS, OFFSETS
 from tunecompile.ops import document_mask
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, Documents
 
 #: OFFSETS, int32 [S + 2]: where documents begin; the last one is the rounding up of N
 LONGEST = "longest_document"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
 #: how many tokens a token sees, 0 for all before it, or BOTH_WAYS; as a text, since an int may become a symbol
+ROUNDED = 128  #: what the longest image is rounded up to, at least
 WINDOW = "document_window"
 MASKS = "document_masks"  #: positions and names of the arguments that are the mask
 ADDED = "document_mask_added"  #: the dtype in which the mask is added to scores, as a text; empty where it is of bools
 #: int [S + 1]: where documents of a packed row begin, as the model was told, whose code keeps it from its layers
 BOUNDS_BESIDE = "document_bounds"
+IMAGE_BOUNDS = "image_bounds"  #: int [images + 1]; the same tensor that a layer is given under its own name
+LONGEST_IMAGE = "longest_image"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
 _OURS = (OFFSETS, LONGEST, WINDOW, MASKS, ADDED)
 
 #: what collators tell other attention of boundaries; ours has them from the mask
@@ -39,6 +42,8 @@ class Rows:
     last: tuple[weakref.ref, int, Tensor] | None = None
     #: what layers hand on beside their results, by the padded tensor's id: padded, its version, and flat
     handed: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+    #: by the id of bounds of images: these, and the offsets and the longest that they make
+    images: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass
@@ -54,6 +59,8 @@ class FlatBatch:
     whole: bool = False  #: whether each row is one document without padding
     fills: str = ""  #: an argument of layers that is None, and becomes the mask
     rounds: bool = False  #: whether it is no other batch than its rows, and only its size is another, see `rounding`
+    lone: bool = False  #: whether its one row has no dimension: the patches [N, H] of a tower
+    bounds: Tensor | None = None  #: int [images + 1], where a tower's images begin; layers are given it as it is
     rows: Rows = field(default_factory=Rows)
 
     @staticmethod
@@ -95,6 +102,39 @@ class FlatBatch:
         """The same tokens, of which each sees so many before it, for layers that run between these."""
         return replace(self, window=window)
 
+    @staticmethod
+    def of_patches(patches: int, total: int, lone: bool, device: torch.device) -> FlatBatch:
+        """A tower's row, filled up to `total`. `by_images` says where its images begin."""
+        index = F.pad(torch.arange(patches, device=device), (0, total - patches))
+        nothing = torch.empty(0, 0, device=device)
+        made = FlatBatch(index, nothing, nothing, BOTH_WAYS, patches, (1, patches), whole=True)
+        made.lone, made.rounds = lone, True
+        return made
+
+    def by_images(self, bounds: Tensor, offsets: Tensor, longest: int) -> FlatBatch:
+        """The same row for layers that are given these bounds: what fills it up is an image behind the others.
+
+        Args:
+            bounds: int [images + 1].
+            offsets: int32 [images + 2], the same with an empty image behind them.
+            longest: at least the patches of the longest image.
+        """
+        if id(bounds) not in self.rows.images:
+            total = len(self.index)
+            # Powers of two, since each new size may cost a recording: further images are empty. And one more, so that
+            # the longest is no other size by chance.
+            longest = _power_of_two(max(longest, total - self.real, ROUNDED)) + 1
+            offsets = F.pad(offsets[:-1], (0, _power_of_two(len(offsets)) - len(offsets) + 1), value=total)
+            setattr(offsets, FILLS, True)
+            self.rows.images[id(bounds)] = bounds, offsets, torch.empty(longest, 0, device=bounds.device)
+        bounds, offsets, longest_of = self.rows.images[id(bounds)]
+        return replace(self, bounds=bounds, offsets=offsets, longest=longest_of)
+
+    def is_row(self, value: Any) -> bool:
+        """Whether it has the row's tokens."""
+        size = (len(self.index),) if self.lone else (1, len(self.index))
+        return isinstance(value, Tensor) and value.shape[: len(size)] == size
+
     @property
     def drops(self) -> bool:
         """Whether hidden states at padding are not computed."""
@@ -133,6 +173,9 @@ class FlatBatch:
             return None
         ours = {OFFSETS: self.offsets, LONGEST: self.longest, WINDOW: str(self.window), MASKS: tuple(places)}
         added = str(mask.dtype).removeprefix("torch.") if mask is not None and mask.is_floating_point() else ""
+        if self.bounds is not None:  # as a layer is told of images that fill up their row
+            ours = {IMAGE_BOUNDS: self.bounds, IMAGE_OFFSETS: self.offsets, LONGEST_IMAGE: self.longest}
+            return tuple(flat), {**named, **ours}
         return tuple(flat), {**named, **ours, ADDED: added}
 
     def leave(self, output: Any, keep: bool) -> Any:
@@ -155,6 +198,7 @@ class FlatBatch:
         """The model's layers are done: let go of what they share."""
         self.rows.shared.clear()
         self.rows.handed.clear()
+        self.rows.images.clear()
         self.rows.last = None
 
     def row_along(self, value: Tensor, dim: int, keep: bool) -> Tensor:
@@ -178,6 +222,8 @@ class FlatBatch:
     def unflatten(self, values: Tensor) -> Tensor:
         """[1, N, ...] -> [B, T, ...], zero at padding."""
         rows, length = self.shape
+        if self.lone:
+            return values[: self.real]
         if self.whole:
             return values[0, : self.real].unflatten(0, (rows, length))
         blank = values.new_zeros(rows * length, *values.shape[2:])
@@ -190,7 +236,7 @@ class FlatBatch:
     def _entered(self, value: Any, is_hidden: bool) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(self._entered(item, False) for item in value)
-        if not isinstance(value, Tensor) or not value.dim():
+        if not isinstance(value, Tensor) or not value.dim() or value is self.bounds:
             return value
         if is_hidden and (flat := self.row_of(value)) is not None:
             return flat
@@ -219,7 +265,7 @@ class FlatBatch:
     def _left(self, flat: Tensor, keep: bool) -> Tensor:
         if flat.dim() == 4 and not len(flat):  # attention weights of no row, see `unread_weights`
             return flat.new_empty(0, flat.shape[1], self.shape[1], self.shape[1])
-        if flat.shape[:2] != (1, len(self.index)):
+        if not self.is_row(flat):
             return flat
         padded = self.unflatten(flat)
         if keep:
@@ -237,6 +283,14 @@ class FlatBatch:
         if made() is not padded or padded._version != version or padded._backward_hooks or padded.retains_grad:
             return None
         return flat
+
+
+FILLS = "_fills_up_a_row"  #: an attribute of a tower's offsets, which its layers' own code knows nothing of
+
+
+def is_filled_up(kwargs: dict) -> bool:
+    """Whether a layer is told of an image that fills up its row, and so cannot run by its own code."""
+    return getattr(kwargs.get(IMAGE_OFFSETS), FILLS, False)
 
 
 class HasNoTokens(Exception):
@@ -276,6 +330,11 @@ def _first_tensor(*values: Any) -> Tensor:
 def multiple_on(device: torch.device) -> int:
     """What numbers of tokens are rounded up to multiples of: every new size may cost a plan, or a recording."""
     return 128 if device.type == "cuda" else 8
+
+
+def _power_of_two(count: int) -> int:
+    """The next one."""
+    return 1 << (count - 1).bit_length()
 
 
 def _rounded(count: int, multiple: int) -> int:

@@ -140,24 +140,21 @@ class RowCall:
             stale: gets what this call made of that. The layer is going to run again, with its padding, and `take_back`
                 what is still there then.
         """
-        inside = {id(value) for value in values if self._is_row(value)}
+        inside = {id(value) for value in values if self.flat.is_row(value)}
         several = isinstance(output, (tuple, list, dict))
         parts = (output,) if not several else [*output.values()] if isinstance(output, dict) else [*output]
         given = (*self.args, *self.kwargs.values())
         ours = set(map(id, given))
-        made = [row for row in parts if self._is_row(row) and id(row) not in ours]
+        made = [row for row in parts if self.flat.is_row(row) and id(row) not in ours]
         whole = several and bool(made) and bool(holders(output, None))  # in a list, say
         found = bool(inside) or whole
-        made += [row for row in given if self._is_row(row) and id(row) in inside]
+        made += [row for row in given if self.flat.is_row(row) and id(row) in inside]
         around = [output, parts, made, getattr(output, "__dict__", None)]
         for row in made:  # no comprehension may read the output or its row: its variables would hold them
             if whole or id(row) in inside or holders(row, around):
                 found = True
                 stale.append(StaleRow.of(row, output))
         return found
-
-    def _is_row(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.shape[:2] == (1, len(self.flat.index))
 
 
 def entries_before(args: tuple, kwargs: dict) -> list[tuple[MutableMapping, dict]]:

@@ -10,15 +10,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tunecompile._torch.dynamo import mark_dynamic
+from tunecompile.compiler.token_wise import IMAGE_OFFSETS
 from tunecompile.integrations.kernel_functions import Fork, forks_in, takes_bounds
 from tunecompile.ir.op import HALF
-from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE
+from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, IMAGE_BOUNDS, LONGEST_IMAGE, ROUNDED
 
-IMAGE_BOUNDS = "image_bounds"  #: int [images + 1]; the same tensor that the layer is given under its own name
-IMAGE_OFFSETS = "image_offsets"  #: int32 [images + 2], the same with an empty image behind them
-LONGEST_IMAGE = "longest_image"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
 _OURS = (IMAGE_BOUNDS, IMAGE_OFFSETS, LONGEST_IMAGE, BOUNDS_BESIDE)
-ROUNDED = 128  #: every new size may cost a recording
 
 
 @dataclass(frozen=True)
@@ -42,18 +39,27 @@ class ImageBounds:
 
     def tell(self, args: tuple, kwargs: dict) -> dict:
         """The layer's arguments by name, with what our layers are told of images, where attention can be by bounds."""
+        found = None if IMAGE_OFFSETS in kwargs else self.read(args, kwargs)
+        return (
+            kwargs
+            if found is None
+            else {**kwargs, IMAGE_BOUNDS: found[0], IMAGE_OFFSETS: found[1], LONGEST_IMAGE: found[2]}
+        )
+
+    def read(self, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(bounds that the layer is given, what is read of them), see `read_bounds`; None where it needs them image by
+        image.
+        """
         bounds = kwargs.get(self.name)
         if bounds is None and self.place is not None and self.place < len(args):
             bounds = args[self.place]
         hidden = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
         if not isinstance(bounds, Tensor) or hidden is None or hidden.dim() < 2 or not _has_kernel(hidden):
-            return kwargs
+            return None
         if not all(takes_bounds(module, fork) for module, fork in self.forks):
-            return kwargs
+            return None
         read = read_bounds(bounds, hidden.shape[-2])
-        if read is None:
-            return kwargs
-        return {**kwargs, IMAGE_BOUNDS: bounds, IMAGE_OFFSETS: read[0], LONGEST_IMAGE: read[1]}
+        return None if read is None else (bounds, *read)
 
 
 def without_bounds(kwargs: dict) -> dict:

@@ -1,12 +1,12 @@
-"""Sizes that come with batches are rounded up, so that shapes recur: rows without padding as long as images are.
+"""Sizes that come with batches are rounded up, so that shapes recur: rows without padding, and the patches of a tower.
 
 A launch-bound layer is replayed where its shape was recorded, and so where it comes again (`cuda_graphs.replay`). Rows
-with padding come as one row of documents, whose size is rounded. Rows without any come as they are: where hardly two
-batches have rows of one length, hardly a layer is ever recorded. So from some sizes on, as long as launches are waited
-for, such rows are one row of documents, too.
+with padding come as one row of documents, whose size is rounded. Rows without any come as they are, and patches do:
+where hardly two batches have images of one size, hardly a layer is ever recorded. So from some sizes on, as long as
+launches are waited for, such rows are one row of documents, too, and a tower's patches have another image behind them.
 
-That is right where attention is known to be causal, and where layers treat each token by itself otherwise. Their graphs
-say so: of a call that came as it is, and of the one that ran.
+That is right where attention is known to be causal, or to be by the bounds of images, and where layers treat each token
+by itself otherwise. Their graphs say so: of a call that came as it is, and of the one that ran.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.autograd import in_backward, in_checkpoint
+from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.token_wise import NotTokenWise
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch, multiple_on
 from tunecompile.runtime.unpad.given_masks import MASK
+from tunecompile.runtime.unpad.image_bounds import ImageBounds
 from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 
@@ -57,6 +59,8 @@ class Graph(Protocol):
 
     causal: int  #: how many calls of attention are causal without a mask, if all are
     by_documents: int  #: how many are under a document mask
+    of_images: bool  #: whether it is a tower's, and told where images begin
+    mixes: Note | None  #: why a tower's may read more patches than those of an image
 
 
 @dataclass
@@ -87,6 +91,7 @@ class Rounding:
         self.waits = 0  #: the largest number of tokens whose launches are known to be waited for
         self.computes: float = float("inf")  #: the smallest whose are not
         self.attention: weakref.WeakKeyDictionary[nn.Module, CausalAttention] = weakref.WeakKeyDictionary()
+        self.towers: weakref.WeakKeyDictionary[nn.Module, Graph] = weakref.WeakKeyDictionary()  #: of the last calls
         self.refused: Note | None = None  #: why no size is rounded from now on
         self.kept: Note | None = None  #: why the last one that changed was not
         self.count = 0  #: steps
@@ -102,6 +107,9 @@ class Rounding:
             return None
         if call.sized and call.rounded is None:
             return None
+        images = getattr(slot_of(layer), "images", None)
+        if images is not None:
+            return self._patches(call, images, args, kwargs)
         kind, hidden = self._kind(args, kwargs), _hidden(args, kwargs)
         if kind is None or hidden is None or hidden.dim() != 3:
             return None
@@ -121,8 +129,12 @@ class Rounding:
         if hidden is None or in_backward():
             return
         self._learn(hidden.shape[:-1].numel())
+        if graph is None:
+            return
+        if graph.of_images:
+            self.towers[layer] = graph
         kind = self._kind(args, kwargs)
-        if kind is None or graph is None or not graph.causal:
+        if kind is None or not graph.causal:
             return
         known = self.attention.get(layer)
         if known is None:
@@ -134,10 +146,14 @@ class Rounding:
         """Learn from a layer's call on a row of documents.
 
         Raises:
-            NotTokenWise: other attention became that of documents than was causal without a mask.
+            NotTokenWise: other attention became that of documents than was causal without a mask, or a tower's graph
+                may read what fills up its row.
         """
         self._learn(len(flat.index))
-        if flat.rounds and graph is not None and graph.by_documents != self._calls(layer, self._kind(args, kwargs)):
+        if flat.bounds is not None and (why := _why_not_filled_up(graph)) is not None:
+            raise NotTokenWise(why)
+        causal = flat.rounds and flat.bounds is None and graph is not None
+        if causal and graph.by_documents != self._calls(layer, self._kind(args, kwargs)):
             raise NotTokenWise(note("own-mask"))
 
     def refuse(self, reason: Note) -> None:
@@ -172,6 +188,24 @@ class Rounding:
             self.seen[size] += 1
         return False
 
+    def _patches(self, call: OwnerCall, images: ImageBounds, args: tuple, kwargs: dict) -> FlatBatch | None:
+        """A tower's row of patches, with another image behind the last that fills it up."""
+        hidden, found = _hidden(args, kwargs), images.read(args, kwargs)
+        if hidden is None or found is None or hidden.shape[:-2] not in ((), (1,)):
+            return None
+        bounds, offsets, longest = found
+        if any(isinstance(x, Tensor) and x.dim() == 1 and x is not bounds for x in (*args, *kwargs.values())):
+            return None  # other bounds, perhaps
+        patches, lone = hidden.shape[-2], hidden.dim() == 2
+        if not call.sized:
+            call.sized = True
+            if self._pays((patches,), patches) and self._may(self._why_not_by_images):
+                call.rounded = FlatBatch.of_patches(patches, rounded_up(patches, hidden.device), lone, hidden.device)
+        flat = call.rounded
+        if flat is None or (flat.real, flat.lone) != (patches, lone):
+            return None
+        return flat.by_images(bounds, offsets, len(longest) - 1)
+
     def _may(self, why_not: Callable[[], Note | None]) -> bool:
         """Whether nothing is in the way in layers, and nobody looks at what is inside them."""
         self.kept = why_not() or self.watch.reason()
@@ -181,6 +215,10 @@ class Rounding:
         known = all(layer in self.attention for layer in self.members())
         return None if known else note("attention-not-causal")
 
+    def _why_not_by_images(self) -> Note | None:
+        graphs = [self.towers.get(layer) for layer in self.members()]
+        return next((why for graph in graphs if (why := _why_not_filled_up(graph)) is not None), None)
+
     def _learn(self, tokens: int) -> None:
         waits = None if self.replays is None else self.replays.last_waits()
         if waits:
@@ -188,6 +226,11 @@ class Rounding:
             self.computes = self.computes if tokens < self.computes else float("inf")
         elif waits is not None:
             self.computes = min(self.computes, tokens)
+
+
+def _why_not_filled_up(graph: Graph | None) -> Note | None:
+    """Why a tower's row may not be filled up where a layer runs this graph."""
+    return note("runs-eagerly") if graph is None or not graph.of_images else graph.mixes
 
 
 def rounded_up(count: int, device: torch.device) -> int:

@@ -1,0 +1,281 @@
+"""Images whose sizes do not recur: patches are filled up by an image behind the others, and text behind images is one row."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+from tests.support import zoo
+from tests.support.compare import assert_close
+from tests.support.memory.cpu_recorder import CpuRecorder
+from tests.support.models.images import GRIDS, adapted, images_of, padded, qwen2_5_vl, qwen3_vl
+from tests.support.notes import fell_back, has
+from tests.support.rounding import Shapes, waited_for
+from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.notes import note
+from tunecompile.runtime import variant
+from tunecompile.runtime.cuda_graphs import launch_bound, replay
+from tunecompile.runtime.model_state import state_of
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.image_bounds import read_bounds
+from tunecompile.runtime.unpad.rounding import Rounding
+
+tf = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+EXACT = dict(loss=1e-6, limit=1e-6)  #: of models in fp64, whose norms and losses are in fp32
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    waited_for(monkeypatch)
+    return Shapes.of(monkeypatch)
+
+
+def models(make=qwen3_vl):
+    """(optimized, as it was), in fp64"""
+    plain = adapted(make)[0].double()
+    return tunecompile.optimize(copy.deepcopy(plain), executor="eager"), plain
+
+
+def images(grids):
+    return images_of(grids, torch.float64)
+
+
+def same(ours, plain, batch, **limits):
+    assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **{**EXACT, **limits})
+
+
+@pytest.mark.parametrize("make", [qwen3_vl, pytest.param(qwen2_5_vl, marks=pytest.mark.slow)])
+def test_ten_sizes_of_images_are_few_shapes(make, shapes):
+    """Ten numbers of patches and ten lengths of text: two of each come as they are, the others are of 64 or 128."""
+    ours, plain = models(make)
+    for grids in GRIDS:
+        same(ours, plain, images(grids))
+    kinds = {"qwen3_vl": ("Qwen3VLVisionBlock", "Qwen3VLTextDecoderLayer")}
+    tower, text = kinds.get(make.__name__, ("Qwen2_5_VLVisionBlock", "Qwen2_5_VLDecoderLayer"))
+    assert shapes.of_layers(tower) == {(32, 32), (56, 32), (64, 32), (128, 32)}
+    assert shapes.of_layers(text) == {(2, 18, 64), (2, 22, 64), (1, 64, 64), (1, 128, 64)}
+    report = tunecompile.report(ours)
+    assert not fell_back(ours), report
+    assert all(region.compiles == (2 if "language" in region.name else 1) for region in report.regions), report
+    assert has(ours, "sizes-rounded", subject="Text", count=8) and has(ours, "sizes-rounded", subject="Vision", count=8)
+
+
+def text_alone(seed=3, length=23):
+    made = zoo.batch(vocabulary=200, seed=seed, length=length)
+    return {**made, "mm_token_type_ids": torch.zeros_like(made["input_ids"])}
+
+
+def test_batches_of_other_kinds_between(shapes):
+    """Text alone, rows with padding, evaluation, generation, two forwards before a backward."""
+    ours, plain = models()
+    for at, grids in enumerate(GRIDS[:6]):
+        batch = images(grids)
+        same(ours, plain, batch)
+        same(ours, plain, text_alone(length=20 + at))
+        same(ours, plain, padded(images(GRIDS[at])))
+        with torch.no_grad():
+            asked = {name: value for name, value in batch.items() if name != "labels"}
+            told = [m.eval()(**batch).loss for m in (ours, plain)]
+            made = [m.eval().generate(**asked, max_new_tokens=3, do_sample=False) for m in (ours, plain)]
+        assert torch.equal(*told) and torch.equal(*made), at
+    both = lambda m, batch: m(**batch).loss + 2 * m(**images(GRIDS[8])).loss  # noqa: E731
+    assert_close(*(zoo.step(m, images(GRIDS[7]), loss=both) for m in (ours, plain)), **EXACT)
+    assert not fell_back(ours) and has(ours, "padding-removed")
+    assert has(ours, "sizes-rounded", subject="Text") and has(ours, "sizes-rounded", subject="Vision")
+
+
+def test_one_size_stays_as_it_is(shapes):
+    ours, plain = models()
+    for _ in range(5):
+        same(ours, plain, images(GRIDS[0]))
+    assert shapes.of_layers("Qwen3VLVisionBlock") == {(32, 32)} and not has(ours, "sizes-rounded")
+    assert shapes.of_layers("Qwen3VLTextDecoderLayer") == {(2, 18, 64)}
+    assert all(region.compiles == 1 for region in tunecompile.report(ours).regions)
+
+
+class Tower(nn.Module):
+    """A tower alone, and a loss of each feature."""
+
+    def __init__(self, make=qwen3_vl):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower = make()[0].model.visual
+
+    def forward(self, pixel_values, image_grid_thw, **_):
+        made = self.tower(pixel_values, image_grid_thw).pooler_output
+        return tf.utils.ModelOutput(loss=made.sin().mul(torch.arange(made.shape[-1])).mean())
+
+
+def towers(make=qwen3_vl):
+    plain = Tower(make).double()
+    return tunecompile.optimize(copy.deepcopy(plain), executor="eager"), plain
+
+
+@pytest.mark.parametrize("fault", ["fill is seen", "fill is read", "fill is counted"])
+def test_faults_are_found(fault, monkeypatch):
+    """What the tests above compare differs, where patches that fill up a row take part."""
+    waited_for(monkeypatch)
+    by_images, unflatten = FlatBatch.by_images, FlatBatch.unflatten
+
+    def joined(self, *given):
+        made = by_images(self, *given)
+        made.offsets = made.offsets.masked_fill(made.offsets == made.real, len(made.index))
+        return made
+
+    def read(self, values):
+        if fault == "fill is read":
+            return unflatten(self, values.roll(1, 0))
+        fill = values[self.real :].sum()
+        return unflatten(self, values) + (fill - fill.detach()) * torch.arange(values.shape[-1])
+
+    monkeypatch.setattr(FlatBatch, *(("by_images", joined) if fault == "fill is seen" else ("unflatten", read)))
+    ours, plain = towers()
+    with pytest.raises(AssertionError):
+        for grids in GRIDS[:4]:
+            same(ours, plain, images(grids), floor=1e-6)
+    assert not has(ours, "sizes-kept")
+
+
+@pytest.mark.parametrize("make", [qwen3_vl, pytest.param(qwen2_5_vl, marks=pytest.mark.slow)])
+def test_patches_are_filled_once_before_the_first_block_and_cut_behind_the_last(make, monkeypatch):
+    """Of one kind of bounds. A row that is filled for each block would be a copy for each."""
+    waited_for(monkeypatch)
+    ours, plain = towers(make)
+    made, each = [], FlatBatch._each_token
+    for at, grids in enumerate(GRIDS[:4]):
+        if at == 3:
+            monkeypatch.setattr(FlatBatch, "_each_token", lambda self, x: made.append(x.shape) or each(self, x))
+        same(ours, plain, images(grids), floor=1e-6)
+    patches = sum(t * h * w for t, h, w in GRIDS[3])
+    assert made == [(patches, 32), (patches, 16), (patches, 16)], "hidden states and two tables"
+
+
+@pytest.mark.slow
+def test_a_frozen_tower(shapes):
+    """Its blocks save nothing, and are rounded as well."""
+    ours, plain = models()
+    for model in (ours, plain):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora" in name and "visual" not in name)
+    for grids in GRIDS[:5]:
+        same(ours, plain, images(grids))
+    assert (64, 32) in shapes.of_layers("Qwen3VLVisionBlock") and not has(ours, "sizes-kept")
+
+
+class Mixing(nn.Module):
+    """A norm that reads the mean over patches."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) - x.mean(0)
+
+
+def test_blocks_that_mix_patches(shapes, monkeypatch):
+    monkeypatch.setattr("tunecompile.runtime.unpad.refusals._is_known", lambda forward: True)
+    plain = Tower().double()
+    plain.tower.blocks[1].norm2 = Mixing(plain.tower.blocks[1].norm2)
+    ours = tunecompile.optimize(copy.deepcopy(plain), executor="eager")
+    for grids in GRIDS[:5]:
+        same(ours, plain, images(grids), floor=1e-6)
+    assert has(ours, "sizes-kept", reason="mixes-tokens"), tunecompile.report(ours)
+    assert shapes.last(1)[0][0] == sum(t * h * w for t, h, w in GRIDS[4])
+
+
+def test_what_fills_up_a_row_is_an_image_of_its_own():
+    bounds = torch.tensor([0, 4, 12, 12, 20])
+    flat = FlatBatch.of_patches(20, 64, True, bounds.device)
+    flat = flat.by_images(bounds, *(lambda read: (read[0], len(read[1]) - 1))(read_bounds(bounds, 20)))
+    assert flat.offsets.tolist() == [0, 4, 12, 12, 20, 64, 64, 64] and flat.offsets.dtype == torch.int32
+    assert flat.longest.shape == (129, 0) and not flat.drops and flat.is_row(torch.empty(64, 3))
+    assert not flat.is_row(torch.empty(1, 64)) and not flat.is_row(None)
+    table, hidden = torch.randn(20, 3), torch.randn(20, 5)
+    args, kwargs = flat.enter((hidden, bounds), {"table": (table, table)}, None, keep=True)
+    assert args[1] is bounds and kwargs["image_bounds"] is bounds and torch.equal(args[0][:20], hidden)
+    assert torch.equal(args[0][20:], hidden[:1].expand(44, 5)) and kwargs["table"][0].shape == (64, 3)
+    left = flat.leave(args[0] + 1, keep=True)
+    assert torch.equal(left, hidden + 1) and left.is_contiguous() and flat.row_of(left) is not None
+    other = torch.tensor([0, 20])
+    flat = flat.by_images(other, read_bounds(other, 20)[0], 300)
+    assert flat.bounds is other and flat.offsets.tolist() == [0, 20, 64, 64] and flat.longest.shape == (513, 0)
+    assert flat.row_of(left) is not None, "blocks of windows and of whole images hand on one row"
+
+
+def filled_up():
+    flat = FlatBatch.of_patches(20, 64, True, torch.device("cpu"))
+    bounds = torch.tensor([0, 20])
+    return flat.by_images(bounds, read_bounds(bounds, 20)[0], 20)
+
+
+def test_a_row_that_is_filled_up_never_runs_by_the_layers_own_code():
+    """Its bounds end before the row does."""
+    layer, flat = nn.Linear(3, 3), filled_up()
+    args, kwargs = flat.enter((torch.randn(20, 3), flat.bounds), {}, None, keep=False)
+    with pytest.raises(NotTokenWise):
+        variant._region(layer, *args, **kwargs)
+    made = SimpleNamespace(refused="why it cannot be traced", flat=False)
+    with pytest.raises(NotTokenWise):
+        variant.Variant.call(made, layer, *args, **kwargs)
+
+
+def test_a_graph_that_may_mix_patches_is_found_when_it_ran():
+    """It may be another one than that of the call which came as it was."""
+    made, layer, flat = Rounding(None, tuple, None, None), nn.Linear(1, 1), filled_up()
+    mixes = note("mixes-tokens", detail="a mean")
+    for graph, code in (
+        (SimpleNamespace(of_images=True, mixes=None), None),
+        (SimpleNamespace(of_images=True, mixes=mixes), "mixes-tokens"),
+        (SimpleNamespace(of_images=False, mixes=None), "runs-eagerly"),
+        (None, "runs-eagerly"),
+    ):
+        if code is None:
+            made.ran(layer, flat, (), {}, graph)
+            continue
+        with pytest.raises(NotTokenWise) as caught:
+            made.ran(layer, flat, (), {}, graph)
+        assert caught.value.reason.code == code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [None, "1KiB"])
+def test_checkpoints_and_least_memory(memory, monkeypatch):
+    waited_for(monkeypatch)
+    plain = adapted(qwen3_vl)[0].double()
+    plain.gradient_checkpointing_enable()
+    ours = tunecompile.optimize(copy.deepcopy(plain), executor="eager", memory=memory)
+    for grids in GRIDS[:5]:
+        same(ours, plain, images(grids))
+    assert has(ours, "sizes-rounded", subject="Text") and has(ours, "sizes-rounded", subject="Vision")
+
+
+def test_sizes_that_never_recur_are_replayed(monkeypatch):
+    """By a stand-in for CUDA graphs: each size has come once, and its layers were recorded."""
+    monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
+    monkeypatch.setattr(launch_bound, "SAMPLES", 1)
+    waited_for(monkeypatch, learns=False)
+    plain = adapted(qwen3_vl)[0]
+    ours = tunecompile.optimize(copy.deepcopy(plain), executor="eager")
+    replayed, inner, buffer = [], replay.Recording.replay, replay.GraphReplays._buffer
+
+    def watched(self, inputs):
+        replayed.append(self)
+        return inner(self, inputs)
+
+    monkeypatch.setattr(replay.Recording, "replay", watched)
+    # (the stand-in runs what it records, so that offsets have to be some)
+    monkeypatch.setattr(replay.GraphReplays, "_buffer", lambda *given: buffer(*given).copy_(given[-1]))
+    counts = []
+    for size in (4, 5, 6, 9, 7, 10, 8, 11, 12, 13, 14, 15, 16):
+        before = len(replayed)
+        assert_close(*(zoo.step(m, images_of([(1, 2, 2 * size)] * 2)) for m in (ours, plain)), limit=1e-3)
+        counts.append(len(replayed) - before)
+    layers = len(plain.get_base_model().model.visual.blocks) + len(plain.get_base_model().model.language_model.layers)
+    assert counts[:3] == [0, 0, 0] and counts[-3:] == [2 * layers] * 3, counts
+    assert state_of(ours).replays.recorded <= 3 * 2 * layers, "each of three sizes once, forward and backward"
