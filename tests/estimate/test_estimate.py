@@ -14,7 +14,7 @@ from tunecompile.errors import BadBatchShape, CannotEstimate, UnknownBudget, Unk
 from tunecompile.estimate import dry_run
 from tunecompile.planner.device_memory import MARGIN
 from tunecompile.runtime.memory.accounting import MemoryAccounting
-from tunecompile.runtime.unpad.pair_masks import MaskCell
+from tunecompile.runtime.unpad.masks.pairs import MaskCell
 
 tf = pytest.importorskip("transformers")
 pytest.importorskip("peft")

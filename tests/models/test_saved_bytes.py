@@ -7,7 +7,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.matrix.families import EMBEDDED
 from tunecompile.cli.compare.meters import count_saved_bytes
-from tunecompile.runtime.unpad import mask_recorder
+from tunecompile.runtime.unpad.masks import recorder
 
 tf = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -55,7 +55,7 @@ def test_masks_of_windows_are_saved_once(long, monkeypatch):
     more = {"sliding_window": 8, "use_cache": False, **EMBEDDED}
     model = tunecompile.optimize(zoo.adapt(zoo.make("gemma4", **more)).train(), executor="eager")
     if long:
-        monkeypatch.setattr(mask_recorder, "LONG", 1)
+        monkeypatch.setattr(recorder, "LONG", 1)
     lengths = (64, 128, 256)
     few, some, many = (
         count_saved_bytes(model, lambda: model(**zoo.batch(rows=1, length=length)).loss) for length in lengths

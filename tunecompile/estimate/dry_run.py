@@ -45,9 +45,9 @@ from tunecompile.runtime.region import Region
 from tunecompile.runtime.unpad.decision import refused_now
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.given_masks import mask_in
 from tunecompile.runtime.unpad.handed_on import RowCall
-from tunecompile.runtime.unpad.pair_masks import PairMask, identity
+from tunecompile.runtime.unpad.masks.given import mask_in
+from tunecompile.runtime.unpad.masks.pairs import PairMask, identity
 from tunecompile.runtime.variant import Variant
 
 UNBOUNDED = 1 << 60  #: bytes

@@ -39,7 +39,7 @@ from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import LONGEST_IMAGE, OFFSETS, WINDOW, FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
 from tunecompile.runtime.unpad.image_bounds import ImageBounds
-from tunecompile.runtime.unpad.pair_masks import real_masks
+from tunecompile.runtime.unpad.masks.pairs import real_masks
 from tunecompile.runtime.unpad.stale_rows import take_back
 from tunecompile.runtime.unpad.unpad import Unpadding
 from tunecompile.runtime.unread_weights import are_unread, unread

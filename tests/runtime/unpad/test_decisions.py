@@ -20,7 +20,7 @@ from tunecompile.runtime.unpad import unpad as module
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, UnpadDecision, decide
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_padding, windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.given_masks import is_given, mask_in, padding_in
+from tunecompile.runtime.unpad.masks.given import is_given, mask_in, padding_in
 from tunecompile.runtime.unpad.owner_call import LastCall, OwnerCall
 from tunecompile.runtime.unpad.presume import AFTER, SURPRISES, Presumptions
 from tunecompile.runtime.unpad.unpad import Unpadding, scores

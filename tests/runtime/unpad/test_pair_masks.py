@@ -18,10 +18,12 @@ from tests.support.compare import assert_same_flattened, assert_same_step
 from tests.support.matrix.families import EMBEDDED
 from tests.support.models.pairs import pair
 from tests.support.reports import flattened, told_apart
-from tunecompile.runtime.unpad import documents, mask_recorder, pair_masks
+from tunecompile.runtime.unpad import documents
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_mask
-from tunecompile.runtime.unpad.mask_recorder import MaskRecorder
-from tunecompile.runtime.unpad.pair_masks import MaskCell, PairMask, blocks, diagonal, identity
+from tunecompile.runtime.unpad.masks import pairs as pair_masks
+from tunecompile.runtime.unpad.masks import recorder as recording
+from tunecompile.runtime.unpad.masks.pairs import MaskCell, PairMask, blocks, diagonal, identity
+from tunecompile.runtime.unpad.masks.recorder import MaskRecorder
 
 masking = pytest.importorskip("transformers.masking_utils")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -42,7 +44,7 @@ KINDS = {
 @pytest.fixture
 def small(monkeypatch):
     """Every mask counts as large, and is read in many blocks."""
-    monkeypatch.setattr(mask_recorder, "LONG", 1)
+    monkeypatch.setattr(recording, "LONG", 1)
     monkeypatch.setattr(pair_masks, "BLOCK", 2 * T)
 
 
@@ -254,7 +256,7 @@ class OnGpu(torch.Tensor):
 )
 def test_small_masks_are_watched_where_attention_is_written_out(written_out, cuda, length, records):
     ids = torch.zeros(1, length, device="meta", dtype=torch.long).as_subclass(OnGpu if cuda else torch.Tensor)
-    recorder = mask_recorder.recorder_for([ids], written_out=written_out)
+    recorder = recording.recorder_for([ids], written_out=written_out)
     assert (recorder is not None) is records
     assert recorder is None or recorder.pairs == (math.inf if length == 64 else length**2)
 
@@ -294,7 +296,7 @@ def largest(monkeypatch):
     monkeypatch.setattr(MaskRecorder, "begin", begins)
     monkeypatch.setattr(MaskRecorder, "end", ends)
     monkeypatch.setattr(documents, "begin_reading", reads)
-    monkeypatch.setattr(mask_recorder, "LONG", 1)
+    monkeypatch.setattr(recording, "LONG", 1)
     monkeypatch.setattr(pair_masks, "BLOCK", 1 << 14)
     return mode
 
@@ -368,4 +370,4 @@ def test_replaced_mask_functions_and_hooks_are_obeyed(small, monkeypatch):
 )
 def test_one_number_for_a_gpu_is_filled_in(args, kwargs, expected):
     """`full` takes no other arguments, and would drop a gradient."""
-    assert mask_recorder._is_number_for_gpu(args, kwargs) is expected
+    assert recording._is_number_for_gpu(args, kwargs) is expected

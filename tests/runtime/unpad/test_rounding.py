@@ -214,6 +214,7 @@ def test_more_attention_of_documents_than_was_causal():
     """Some of it saw all tokens where it was given no mask."""
     made, layer, flat = Rounding(None, tuple, None, None), nn.Linear(1, 1), FlatBatch.of_whole_rows(2, 6, 0, CPU)
     call = (torch.randn(2, 6, 3),), {"attention_mask": None, "n": 3, "none": None}
+    made.seen.update([(2, 4), (2, 6)])  # sizes change
     graph = SimpleNamespace(causal=1, by_documents=2, of_images=False)
     made.came(layer, *call, graph)
     made.ran(layer, flat, *call, graph)  # no batch of ours

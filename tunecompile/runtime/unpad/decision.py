@@ -21,8 +21,8 @@ from tunecompile.ir.op import HALF
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.documents import MaskReading, read_mask, read_offsets, read_padding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.given_masks import MASK
-from tunecompile.runtime.unpad.pair_masks import PairMask
+from tunecompile.runtime.unpad.masks.given import MASK
+from tunecompile.runtime.unpad.masks.pairs import PairMask
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 
 PADDED, PACKED = "padding-kept", "packing-kept"  #: codes of notes

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tunecompile._torch.cuda import start_copy_to_host
-from tunecompile.runtime.unpad.pair_masks import blocks, diagonal
+from tunecompile.runtime.unpad.masks.pairs import blocks, diagonal
 
 IGNORED = -100
 BOTH_WAYS = -1  #: in place of a window: attention that is not causal, to all tokens of the document

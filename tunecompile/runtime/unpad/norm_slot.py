@@ -14,7 +14,7 @@ from tunecompile.runtime.dynamic_shapes import tensors_in
 from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.region import CallKind
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.mask_recorder import not_recording
+from tunecompile.runtime.unpad.masks.recorder import not_recording
 from tunecompile.runtime.unpad.unpad import Unpadding
 
 #: bytes of hidden states in fp32, from which on a norm outside the layers is compiled: eager code holds several copies

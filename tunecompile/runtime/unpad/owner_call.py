@@ -12,7 +12,7 @@ from torch import Tensor
 from tunecompile.notes import Note
 from tunecompile.runtime.unpad.decision import UnpadDecision
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.mask_recorder import MaskRecorder
+from tunecompile.runtime.unpad.masks.recorder import MaskRecorder
 from tunecompile.runtime.unpad.presume import Presumed
 
 

@@ -18,7 +18,7 @@ from tunecompile._torch.distributed import several
 from tunecompile.runtime.unpad.decision import UnpadDecision
 from tunecompile.runtime.unpad.documents import PendingReading, begin_reading
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.pair_masks import version
+from tunecompile.runtime.unpad.masks.pairs import version
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 
 AFTER = 3  #: batches of whole rows, one after another

@@ -25,8 +25,8 @@ from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.token_wise import NotTokenWise
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch, multiple_on
-from tunecompile.runtime.unpad.given_masks import MASK
 from tunecompile.runtime.unpad.image_bounds import ImageBounds
+from tunecompile.runtime.unpad.masks.given import MASK
 from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 
@@ -124,9 +124,8 @@ class Rounding:
         return flat if flat is not None and flat.shape == (rows, length) and self._calls(layer, kind) else None
 
     def came(self, layer: nn.Module, args: tuple, kwargs: dict, graph: Graph | None) -> None:
-        """Learn from a layer's call that ran as it comes."""
-        hidden = _hidden(args, kwargs)
-        if hidden is None or in_backward():
+        """Learn from a layer's call that ran as it comes, once sizes change."""
+        if len(self.seen) < SIZES - 1 or in_backward() or (hidden := _hidden(args, kwargs)) is None:
             return
         self._learn(hidden.shape[:-1].numel())
         if graph is None:

@@ -32,11 +32,11 @@ from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
 from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
-from tunecompile.runtime.unpad.given_masks import bounds_in, is_given, mask_in, padding_in
 from tunecompile.runtime.unpad.handed_on import is_seen
-from tunecompile.runtime.unpad.mask_recorder import compiled_parts, recorder_for
+from tunecompile.runtime.unpad.masks.given import bounds_in, is_given, mask_in, padding_in
+from tunecompile.runtime.unpad.masks.pairs import identity, version
+from tunecompile.runtime.unpad.masks.recorder import compiled_parts, recorder_for
 from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of
-from tunecompile.runtime.unpad.pair_masks import identity, version
 from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
 from tunecompile.runtime.unpad.rounding import Replays, Rounding
 from tunecompile.runtime.unpad.stale_rows import StaleRow, take_back

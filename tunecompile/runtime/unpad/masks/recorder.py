@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from tunecompile._torch.fake_tensors import function_mode
 from tunecompile._torch.modules import slot_of
-from tunecompile.runtime.unpad.pair_masks import BEGINNINGS, begun
+from tunecompile.runtime.unpad.masks.pairs import BEGINNINGS, begun
 
 LONG = 1 << 25  #: pairs of a batch from which on masks are recorded: one row of 8,192 tokens has twice as many
 

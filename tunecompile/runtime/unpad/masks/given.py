@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
-from tunecompile.runtime.unpad.pair_masks import PairMask
+from tunecompile.runtime.unpad.masks.pairs import PairMask
 
 
 def mask_in(args: tuple, kwargs: dict) -> Tensor | None:
