@@ -14,7 +14,7 @@ CUDA = torch.device("cuda", 0)
 def timed(monkeypatch, milliseconds, clock):
     """(What is said of runs that take these times, how many runs there were), where each reading of the clock is
     the next of `clock`."""
-    runs, times, readings = [], iter(milliseconds), iter(clock)
+    runs, times, readings, busy = [], iter(milliseconds), iter(clock), []
 
     class Event:
         def __init__(self, enable_timing=False):
@@ -23,6 +23,7 @@ def timed(monkeypatch, milliseconds, clock):
 
         def record(self):
             self.recorded, self.after = True, len(runs)
+            assert busy[-1] in (self.after, self.after - 1), "a run on a GPU that waits is timed with its launch"
 
         def synchronize(self):
             assert self.recorded
@@ -33,6 +34,7 @@ def timed(monkeypatch, milliseconds, clock):
             return next(times)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(hardware, "occupy_gpu", lambda cycles: busy.append(len(runs)))
     monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     return hardware._milliseconds(lambda: runs.append(1), CUDA), len(runs)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tunecompile._torch.autograd import outside_compilation
+from tunecompile._torch.cuda import occupy_gpu
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ COPIED = 64 << 20  #: bytes of the timed copy
 #: Seconds of work before the clock runs: a GPU that idled is slower at first, and one that multiplies all the time as
 #: well.
 WARM = 0.03
+#: Cycles for which the GPU is busy before a run, so that the run is launched by then: on a GPU that waits, a slow host,
+#: or one whose threads compile, would be timed with it. (An element-wise kernel takes 0.1 ms, and its launch as long.)
+BUSY = 500_000
 
 
 @functools.cache
@@ -74,6 +78,7 @@ def _milliseconds(run: Callable, device: torch.device, repeats: int = 5) -> floa
     until = time.perf_counter() + WARM
     while time.perf_counter() < until or len(times) < repeats:
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        occupy_gpu(BUSY)
         begun.record()
         run()
         ended.record()
