@@ -24,7 +24,6 @@ from tunecompile.planner.device_memory import MARGIN, Gauge, Spec, budget_bytes,
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan, PlanOption, choose
 from tunecompile.planner.step_plan import (
-    RECORDED,
     AdmittedPlan,
     RegionCandidates,
     StepRequest,
@@ -197,7 +196,7 @@ class DryRunPlanner:
             offload=self.offload is not None,
             all_seen=self._all_seen(self.candidates),
             keeps_weights=self.kept,
-            recorded=RECORDED,  # a step leaves room for CUDA graphs first, of which a dry run has none
+            records=True,  # a step leaves room for CUDA graphs first, of which a dry run has none
         )
 
     def _coming(self, layers: Sequence[LayerSlot]) -> int:

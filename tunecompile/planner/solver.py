@@ -62,6 +62,7 @@ class PlanOption:
     work: float = 0.0  #: milliseconds of forward and backward, all included
     copying: float = 0.0  #: milliseconds more where no other layer's work hides the copies
     gradients: int = 0  #: bytes of its parameters' gradients, which exist from its backward on
+    passed: int = 0  #: bytes, of those it holds, that it hands to the next layer
 
     def offloads_tensor(self, nbytes: int) -> bool:
         """Whether a saved tensor of `nbytes` bytes goes to the host.

@@ -13,16 +13,14 @@ from typing import Any
 
 from tunecompile.planner.candidates import CandidateCost, options
 from tunecompile.planner.hardware import Rates
+from tunecompile.planner.recorded import RecordedStep, recorded_step
 from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, Assignment, LayerRun, Plan, PlanOption, choose, peak
 
-#: times the bytes of a step are those of its CUDA graphs: scratch of forwards and backwards lies apart (8B on 2x512
-#: tokens: 4.1 GiB for 2.8)
-RECORDED = 1.5
-SHARES = (
-    0.9,
-    0.8,
-    1 / RECORDED,
-)  #: of the room, for a plan that leaves some of it to recordings; the last leaves room for all of them
+#: of the room, for a plan that leaves some of it to recordings
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+#: times what a step needs is left to it where frozen weights stay dequantised, which takes far more than CUDA graphs do
+#: and saves less
+ROOMY = 1.5
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,8 @@ class StepRequest:
     offload: bool = False  #: whether anything may go to the host
     all_seen: bool = True  #: whether each region was surveyed, or has had its step without showing a backward
     keeps_weights: bool = False  #: whether frozen weights may stay dequantised
-    launching: float = 0.0  #: milliseconds in which the host launches the step's forwards, if kernels wait for that
-    recorded: float = 1.0  #: times what layers need is what they need once recorded as CUDA graphs
+    saving: float = 0.0  #: milliseconds of the step's forwards that CUDA graphs of all layers save, as far as is known
+    records: bool = False  #: whether layers may be recorded as CUDA graphs
     #: whether layers, head and loss may take what they would if each layer were checkpointed, and no more
     checkpointed: bool = False
     spare: int = 0  #: bytes that CUDA graphs may take then, beside what checkpoints would
@@ -95,7 +93,10 @@ class StepRequest:
                 each.rows, self.tokens / each.tokens, each.rates(self.rates), self.offload and len(each.rows) > 1
             )
             allowed = (option for option in choices if run.only is None or option.plan == run.only)
-            found.append(LayerRun(run.layers, tuple(replace(o, gradients=run.gradients) for o in allowed)))
+            passed = int(each.passed * self.tokens / each.tokens)
+            found.append(
+                LayerRun(run.layers, tuple(replace(o, gradients=run.gradients, passed=passed) for o in allowed))
+            )
         return found
 
     def beside_layers(self, runs: Sequence[LayerRun]) -> int:
@@ -121,12 +122,6 @@ class StepRequest:
             order.append([PlanOption(KEEP, held, forward, backward, 0.0, gradients=run.gradients)] * run.layers)
         return peak(order, self.tail)
 
-    def computing(self) -> float:
-        """Milliseconds of all layers' forwards themselves."""
-        return sum(
-            each.rows[0].forward_work.ms(each.rates(self.rates), self.tokens / each.tokens) for each in self.layers()
-        )
-
 
 @dataclass(frozen=True)
 class AdmittedPlan:
@@ -138,8 +133,9 @@ class AdmittedPlan:
     choice: Assignment
     weights: int  #: bytes of frozen weights kept dequantised
     seen: bool  #: whether every layer's graph was known, or has no backward
-    launching: float  #: milliseconds a step that launches took, as far as was known
+    saving: float  #: milliseconds a step's forwards that CUDA graphs save, as far as was known
     short: bool  #: whether no plan was known that leaves room for all CUDA graphs
+    recorded: RecordedStep  #: what the step takes with all layers recorded, if nothing goes to the host
     spare: int = 0  #: bytes that CUDA graphs may take beside the room
 
     @property
@@ -151,6 +147,11 @@ class AdmittedPlan:
     def limit(self) -> int:
         """Of all tensors, where the budget is that of checkpoints."""
         return self.resident + self.room
+
+    @property
+    def records_all(self) -> bool:
+        """Whether there is room for CUDA graphs of all layers."""
+        return not self.choice.offloads and self.recorded.bytes <= self.room + self.spare - self.weights
 
     def outlives(self, gained: int, checkpointed: bool) -> bool:
         """Whether it is still the plan to follow when others gave memory back, or took some.
@@ -168,7 +169,7 @@ class AdmittedPlan:
 
         Where CUDA graphs lack room, the next stage may leave them some.
         """
-        return self.choice.fits and not (self.short and any(len(found.rows) == 1 for found in surveyed))
+        return self.choice.fits and not (self.short and any(not found.whole for found in surveyed))
 
 
 def solve(request: StepRequest) -> AdmittedPlan:
@@ -189,26 +190,27 @@ def solve(request: StepRequest) -> AdmittedPlan:
     if request.checkpointed:
         whole, room = room, min(room, request.checkpointed_peak())
         spare = min(request.spare, whole - room)
-    gain = 2 * (request.launching - request.computing()) if request.launching else 0.0  # as much in backwards
+    gain = 2 * request.saving  # as much in backwards
     choice, short = leave_room_for_graphs(
         choose(runs, room, request.tail, request.host), runs, room, request.tail, gain, spare
     )
-    weights = _kept_weights(request, choice, room - int(request.recorded * choice.peak))
+    recorded = recorded_step(choice.options, request.tail)
+    weights = _kept_weights(request, choice, room - int((ROOMY if request.records else 1) * choice.peak))
     if weights:
         kept = tuple(tuple(replace(option, plan=KEEP_WEIGHTS) for option in run) for run in choice.options)
         choice = replace(choice, options=kept)
     return AdmittedPlan(
-        request.tokens, resident, room, choice, weights, request.all_seen, request.launching, short, spare
+        request.tokens, resident, room, choice, weights, request.all_seen, request.saving, short, recorded, spare
     )
 
 
 def leave_room_for_graphs(
     choice: Assignment, runs: Sequence[LayerRun], room: int, tail: int, gain: float, spare: int = 0
 ) -> tuple[Assignment, bool]:
-    """Of this choice and smaller ones, the one whose step is shortest with CUDA graphs.
+    """Of this choice and others, the one whose step is shortest with CUDA graphs.
 
-    A plan that just fits leaves no room for recordings. Where launches take longer than the kernels they launch, a plan
-    that holds less and computes more may be faster.
+    A plan that just fits leaves no room for recordings, and layers that are offloaded are not recorded. Where they are
+    launch-bound, a plan that holds less and computes more may be faster.
 
     Args:
         choice: the fastest that fits without recordings.
@@ -219,21 +221,34 @@ def leave_room_for_graphs(
     Returns:
         The choice, and whether no plan is known that leaves room for all recordings.
     """
-    copied = spare > 0 and choice.offloads  # layers that are offloaded are not recorded
-    if (RECORDED * choice.peak <= room + spare and not copied) or not choice.fits or gain <= 0:
+
+    def recorded(made: Assignment) -> float:
+        found = recorded_step(made.options, tail)
+        return 0.0 if made.offloads else found.share(room + spare, made.peak)
+
+    if not choice.fits or gain <= 0 or recorded(choice) == 1:
         return choice, False
-    staying = [  # a graph's saved tensors lie in its own memory, which stays on the device
-        replace(run, options=tuple(o for o in run.options if not o.offloaded)) for run in runs
-    ]
-    shares = (1.0, *SHARES) if spare else SHARES
-    smaller = [found for share in shares if (found := choose(staying, int(share * room), tail)).fits]
-    short = not any(RECORDED * found.peak <= 1.01 * (room + spare) for found in smaller)
+    others = [found for found in _staying(runs, room, tail) if found.fits]
+    short = not any(recorded(found) == 1 for found in others)
+    return min([choice, *others], key=lambda made: made.ms - gain * recorded(made)), short
 
-    def step_ms(made: Assignment) -> float:
-        recorded = 0 if made.offloads else min(1.0, ((room + spare) / made.peak - 1) / (RECORDED - 1))
-        return made.ms - gain * recorded
 
-    return min([choice, *smaller], key=step_ms), short
+def _staying(runs: Sequence[LayerRun], room: int, tail: int) -> list[Assignment]:
+    """Assignments that offload nothing: a graph's saved tensors lie in its own memory, which stays on the device.
+
+    Beside the fastest in several rooms there are those with one plan for all layers, whose recordings have scratch in
+    one place.
+    """
+    staying = [replace(run, options=tuple(o for o in run.options if not o.offloaded)) for run in runs]
+    found = [choose(staying, int(share * room), tail) for share in SHARES]
+    for plan in dict.fromkeys(option.plan for run in staying for option in run.options):
+        each = tuple(
+            (next((o for o in run.options if o.plan == plan), min(run.options, key=lambda o: o.ms)),) * run.layers
+            for run in staying
+        )
+        needed = peak(each, tail)
+        found.append(Assignment(each, needed, needed <= room))
+    return found
 
 
 def _kept_weights(request: StepRequest, choice: Assignment, left: int) -> int:

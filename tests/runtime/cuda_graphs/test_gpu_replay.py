@@ -38,6 +38,8 @@ def test_shapes_come_again_in_any_order(monkeypatch):
     replays = state_of(model).replays
     (graph,) = [graph for graph in replays.graphs if len(graph.pool.shapes) > 1]
     assert len({key[0] for key, place in graph.places.items() if place.recording is not None}) == len(graph.pool.shapes)
+    recording = [graph for graph in replays.graphs if graph.pool.shapes]
+    assert len(replays.recorder.pools) == len(recording), "forwards and backwards share one"
     assert replays.bytes < replay.MAX_SHARE * torch.cuda.get_device_properties(0).total_memory
 
     batch = zoo.batch(rows=2, length=48, seed=99)

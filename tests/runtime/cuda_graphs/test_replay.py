@@ -120,17 +120,23 @@ def test_whether_the_last_forwards_launches_are_waited_for_is_told_once():
         assert replays.last_waits() is waiting and replays.last_waits() is None
 
 
-def test_launches_are_summed_over_all_layers_of_a_further_shape():
+def test_what_is_saved_is_summed_over_all_layers_of_a_further_shape():
     """Also where nothing may be recorded: a plan that copies to the host is weighed against one that leaves room. A further shape's
     clock knows in the middle of its first pass."""
     replays, weights = replay.GraphReplays(CpuRecorder()), [torch.ones(3) for _ in range(8)]
     replays.allowance = Allowance(0, 100, 8, True)
     graph = replays.forward(lambda inputs: [inputs[0] * inputs[1]], handed=1, parameters=[0])
-    for length in (6, 7):
+    for replays.tokens in (6, 7):
         for weight in weights:
-            graph([weight, torch.ones(length, 3), length])
+            graph([weight, torch.ones(replays.tokens, 3), replays.tokens])
         replays.passes += 1
-    assert graph.clocks[7,].waiting and sum(shape == (7,) for shape, *_ in graph.places) == 8
+    clock = graph.clocks[7,]
+    assert clock.waiting and clock.known and 0 < replays.saving(7) == pytest.approx(8 * clock.saving(7))
+    replays.forget()
+    assert replays.saving(8) > 0, "what is known of other batches"
+    graph.clocks[8,] = launch_bound.Clock(replays.recorder, tokens=8)
+    graph.clocks[8,].waiting = False
+    assert replays.saving(8) == 0 < replays.saving(7)
 
 
 def test_an_expanded_input_does_not_empty_the_allocators_cache():
@@ -150,11 +156,11 @@ def test_a_plan_without_room_is_not_asked_again():
     replays = replay.GraphReplays(CpuRecorder())
     replays.allowance = Allowance(0, 100, 4, True)
     asked = replays.recorder.taken
-    assert replays.closed and not replays.room([torch.ones(1)]) and replays.recorder.taken == asked
+    assert not replays.room([torch.ones(1)]) and replays.recorder.taken == asked
     replays.bytes = 10  # what is recorded is replayed
-    assert not replays.closed and not replays.room([torch.ones(1)]) and replays.recorder.taken == asked
+    assert not replays.room([torch.ones(1)]) and replays.recorder.taken == asked
     replays.allowance = Allowance(1000, 100, 4, True)
-    assert not replays.closed and replays.room([torch.ones(1)])
+    assert replays.room([torch.ones(1)])
 
 
 @pytest.mark.parametrize("computing, known", [(0.0, [None, True]), (1e6, [False, False])])
@@ -199,7 +205,7 @@ def test_no_recording_is_replayed_while_a_later_one_is_needed():
     """Its scratch may be where the later one has saved values, as the stand-in shows."""
     replays = replay.GraphReplays(CpuRecorder())
     graph = replays.forward(lambda inputs: [inputs[0] * 2, inputs[0] + 1], handed=1)
-    first, second = (replays.record(graph, [torch.zeros(3)], set(), 1) for _ in range(2))
+    first, second = (replays.record(graph, graph.pool, [torch.zeros(3)], set(), 1) for _ in range(2))
     assert graph.pool.in_order(first) and graph.pool.in_order(second)
     _, saved = second.replay([torch.ones(3)])
     graph.pool.flying.append(second)

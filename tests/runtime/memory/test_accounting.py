@@ -9,7 +9,6 @@ from torch import nn
 
 from tunecompile.planner.device_memory import MARGIN
 from tunecompile.planner.hardware import Rates
-from tunecompile.planner.step_plan import RECORDED
 from tunecompile.runtime.memory import accounting as module
 from tunecompile.runtime.memory.accounting import SPARE, MemoryAccounting, compute_dtype, host_bytes, region_runs
 from tunecompile.runtime.memory.progress import Progress
@@ -163,7 +162,7 @@ def test_what_a_plan_is_made_from():
         *(8, rates, 77, False, False, False),
     )
     assert made.available == allowed - int(MARGIN * allowed) and made.host == 0 and made.tail == 0
-    assert (made.checkpointed, made.spare, made.recorded, made.launching) == (False, 0, 1.0, 0.0)
+    assert (made.checkpointed, made.spare, made.records, made.saving) == (False, 0, False, 0.0)
     memory.slack = 400_000
     memory.checkpointed = True
     made = memory.request(8, {}, rates, all_seen=True, first=False)
@@ -171,19 +170,22 @@ def test_what_a_plan_is_made_from():
 
 
 def test_recordings_and_kept_weights_are_held_by_layers():
-    replays = types.SimpleNamespace(bytes=30, recorder=types.SimpleNamespace(device="cpu"), launching=lambda: 2.5)
+    """Of recordings what is in tensors: the allocator does not count their scratch."""
+    replays = types.SimpleNamespace(
+        bytes=90, saved_bytes=lambda: 30, recorder=types.SimpleNamespace(device="cpu"), saving=lambda tokens: 2.5
+    )
     kept = types.SimpleNamespace(bytes=50, moves=[1])
     layers = [slot("a", trained(1)), slot("a", trained(1)), slot("b", trained(1))]
     memory = accounting(layers, gauge=Gauge(now=1000), replays=replays, kept=kept)
     memory.moving = {id("a"): 9}
-    memory.begin_layers()
+    memory.begin_layers(8)
     assert memory.present == 1000 and memory.moving == {} and memory.moves
     memory.moving = {id(layers[0].region): 9}
     assert memory.others() == 1000 + 2 * 9 - 30 - 50
     memory.present = 10
     assert memory.others() == 0
     made = memory.request(8, {}, Rates(1.0, 1.0), all_seen=True, first=False)
-    assert made.keeps_weights and made.launching == 2.5 and made.recorded == RECORDED
+    assert made.keeps_weights and made.saving == 2.5 and made.records
     assert not accounting().moves
 
 

@@ -193,7 +193,7 @@ def test_the_largest_tensor_stays_where_there_is_room_for_it(to_the_host):
 @pytest.mark.slow
 @pytest.mark.parametrize("flops, pays", [(1e12, True), (1.0, False)])
 def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
-    """CUDA graphs keep a step's memory for good. Where that is not there, a plan of half the size may be faster all the same."""
+    """CUDA graphs keep a step's memory for good. Where that is not there, a smaller plan may be faster all the same."""
     from tests.support.memory.cpu_recorder import CpuRecorder
     from tunecompile.planner.hardware import Rates
     from tunecompile.runtime.cuda_graphs import launch_bound, replay
@@ -202,7 +202,7 @@ def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
     monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
     monkeypatch.setattr(launch_bound, "SAMPLES", 2)
     monkeypatch.setattr(budget, "rates_of", lambda *_: Rates(flops, 1e12))
-    reference, model = plain(), build(int(1.5 * needed()))
+    reference, model = plain(), build(int(1.1 * needed()))
     state = model._tunecompile
     for number in range(7):
         assert_equal(step(model), reference)
@@ -211,7 +211,7 @@ def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
                 option.plan == KEEP for option in state.step.budget.options.values()
             )
     again = [bool(plan["recompute"]) for plan in tunecompile.report(model).memory["plans"]]
-    assert any(again) == pays and state.replays.recorded >= 2 * LAYERS, tunecompile.report(model)
+    assert any(again) == pays and (state.replays.recorded >= 2 * LAYERS) == pays, tunecompile.report(model)
     assert state.step.budget.plans <= 5 and state.step.budget.admitted.choice.fits
 
 

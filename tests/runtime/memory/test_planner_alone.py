@@ -245,7 +245,8 @@ def test_room_is_made_for_what_the_plan_leaves():
     replays = types.SimpleNamespace(
         bytes=0,
         recorder=types.SimpleNamespace(device="cpu"),
-        launching=lambda: 0.0,
+        saved_bytes=lambda: 0,
+        saving=lambda tokens: 0.0,
         forget=lambda: done.append("forget"),
     )
     made = planner(TIGHT, kept=kept, replays=replays)
@@ -261,6 +262,43 @@ def test_room_is_made_for_what_the_plan_leaves():
     kept.matrices, made.memory.replays = [1], None
     made._make_room_for(made.admitted)
     assert done == ["release"]
+
+
+def test_plans_are_weighed_again_where_recordings_would_save_much_more_than_was_known():
+    """The clock of one kind of layers may tell before another's. Recordings of plans that are followed no more are dropped."""
+    saving, dropped = [0.0], []
+    replays = types.SimpleNamespace(
+        bytes=7,
+        saved_bytes=lambda: 0,
+        recorder=types.SimpleNamespace(device="cpu"),
+        saving=lambda tokens: saving[0],
+        forget=lambda: dropped.append(saving[0]),
+    )
+    made, counts = planner(8000, replays=replays), []
+    for saving[0] in (0.0, 2e-9, 2.5e-9, 1e9, 1.2e9):
+        made.begin()
+        step(made)
+        counts.append(made.plans)
+    assert counts == [1, 2, 2, 3, 3], "once more for 2, and for 1e9"
+    assert made.admitted.saving == 1e9 and dropped == [1e9] and made.admitted.records_all
+
+
+def test_a_full_device_has_what_recordings_took():
+    """Where the smallest plan is followed, too."""
+    dropped = []
+    replays = types.SimpleNamespace(
+        saved_bytes=lambda: 0,
+        recorder=types.SimpleNamespace(device="cpu"),
+        saving=lambda tokens: 0.0,
+        forget=lambda: dropped.append(setattr(replays, "bytes", 0)),
+        bytes=0,
+    )
+    for room in (TIGHT, 100):
+        made = planner(room, replays=replays)
+        step(made)
+        assert made.retreat(None) is (room == TIGHT) and not dropped
+        replays.bytes = 7
+        assert made.retreat(None) and dropped.pop() is None and made.memory.recordings.dropped == 1
 
 
 def test_what_waits_is_scaled_to_the_batch_of_the_plan():

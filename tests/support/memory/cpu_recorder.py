@@ -55,6 +55,9 @@ class CpuRecorder:
     def elapsed(self, begin, end):
         return 0.0
 
+    def occupy(self, device, milliseconds):
+        pass
+
     taken = 0
 
     def memory(self, device):

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.card import total_memory
+from tunecompile._torch.cuda import occupy_gpu
+
+CYCLES = 2_000_000  #: of a GPU in a millisecond; few clocks are faster
 
 
 class Recorder(Protocol):
@@ -44,6 +47,9 @@ class Recorder(Protocol):
 
     def elapsed(self, begin: Any, end: Any) -> float | None:
         """The device's milliseconds between two marks; None as long as they are not known."""
+
+    def occupy(self, device: torch.device, milliseconds: float) -> None:
+        """Let the device do nothing for about so long, while the host goes on: what follows is launched meanwhile."""
 
     def memory(self, device: torch.device) -> tuple[int, int]:
         """Bytes that this process has taken from the device, and bytes that the device has."""
@@ -100,6 +106,10 @@ class CudaRecorder:
 
     def elapsed(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
         return begin.elapsed_time(end) if begin.query() and end.query() else None
+
+    def occupy(self, device: torch.device, milliseconds: float) -> None:
+        with torch.cuda.device(device):
+            occupy_gpu(int(milliseconds * CYCLES))
 
     def memory(self, device: torch.device) -> tuple[int, int]:
         return torch.cuda.memory_reserved(device), total_memory(device)

@@ -13,6 +13,8 @@ import torch
 from tunecompile.runtime.cuda_graphs.capture import Recorder
 
 SAMPLES = 4  #: calls that are timed, beside the first, which also loads the kernels
+PROBES = 3  #: calls whose kernels are timed alone
+OCCUPIED = 4  #: times as long as the host launches a call, the device is busy with nothing else before such a call
 #: the device's time from layer to layer by the host's, below which kernels wait. It is 1 where they do; a little above,
 #: backwards, which launch more, may still wait
 WAITING = 1.2
@@ -37,14 +39,18 @@ class Clock:
     1.13 on both, for 0.90 replayed.)
     """
 
-    def __init__(self, recorder: Recorder, loads: bool = True):
+    def __init__(self, recorder: Recorder, loads: bool = True, tokens: int = 0):
         self.recorder = recorder
+        self.tokens = tokens  #: of the calls that it times; 0 where that does not matter
         self.loads = loads  #: whether no other shape ran the graph's kernels before
         self.calls: list[TimedCall] = []
         #: whether the timed step may be the first, in which the host has more to do: only a "no" counts from it
         self.first = loads
         self.waiting: bool | None = None  #: whether the layer is launch-bound; None until that is known
-        self.launching = 0.0  #: the host's milliseconds a call, if kernels wait for it; the kernels take as long then
+        #: the host's milliseconds to launch a call, and from one call to the next, if kernels wait for it
+        self.launching = self.span = 0.0
+        self.probes: list[tuple[Any, Any]] = []  #: marks around calls whose kernels did not wait
+        self.computing: float | None = None  #: the device's milliseconds a call, where kernels do not wait
 
     def time(
         self, run: Callable[[list], Sequence[Any]], inputs: list, device: torch.device, pass_: int
@@ -65,14 +71,47 @@ class Clock:
             spans = spans or [(call.host, call.begin, call.end) for call in calls]  # a layer alone
             device = [ms for _, begin, end in spans if (ms := self.recorder.elapsed(begin, end)) is not None]
             if len(device) == len(spans):
-                self._conclude(
-                    min(device) < WAITING * min(host for host, *_ in spans), min(call.host for call in calls)
-                )
+                span = min(host for host, *_ in spans)
+                self._conclude(min(device) < WAITING * span, min(call.host for call in calls), span)
         return bool(self.waiting)
 
-    def _conclude(self, waiting: bool, launching: float) -> None:
+    def _conclude(self, waiting: bool, launching: float, span: float) -> None:
         if self.first and waiting:
             self.first = False
         else:
-            self.waiting, self.launching = waiting, launching if waiting else 0.0
+            self.waiting = waiting
+            self.launching, self.span = (launching, span) if waiting else (0.0, 0.0)
         self.calls.clear()
+
+    def probe(self, run: Callable[[list], Sequence[Any]], inputs: list, device: torch.device) -> Sequence[Any]:
+        """Run a call that is not recorded.
+
+        Of a launch-bound layer a few such calls are launched while the device is busy with something else: these tell
+        how long kernels take that need not wait.
+        """
+        if not self.waiting or len(self.probes) >= PROBES:
+            return run(inputs)
+        self.recorder.occupy(device, OCCUPIED * self.launching)
+        begin = self.recorder.mark(device)
+        result = run(inputs)
+        self.probes.append((begin, self.recorder.mark(device)))
+        return result
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known what a recording saves."""
+        if self.computing is None and self.waiting and len(self.probes) == PROBES:
+            found = [self.recorder.elapsed(*marks) for marks in self.probes]
+            if all(ms is not None for ms in found):
+                self.computing = min(ms for ms in found if ms is not None)
+        return self.waiting is False or self.computing is not None
+
+    def saving(self, tokens: int) -> float:
+        """Milliseconds that a recording saves of a call on so many tokens; 0 as long as that is not known.
+
+        No more than the launches take, and than the device rests.
+        """
+        if not self.known:
+            return 0.0
+        computing = (self.computing or 0.0) * (tokens / self.tokens if self.tokens else 1.0)
+        return max(0.0, min(self.launching, self.span - computing))

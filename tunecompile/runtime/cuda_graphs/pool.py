@@ -14,13 +14,6 @@ MAX_TRIES = 4  #: recordings of one layer and shape, until the layers' order has
 _numbers = count()
 
 
-class Pool:
-    """Recordings of one pool have their scratch in the same memory."""
-
-    def __init__(self) -> None:
-        self.number = next(_numbers)
-
-
 class Holder(Protocol):
     """What recordings of several pools have in common."""
 
@@ -29,20 +22,23 @@ class Holder(Protocol):
     bytes: int  #: that recordings made the process take from the device
 
 
-class RecordingPool(Pool):
-    """The pool of a forward's recordings, which save values for the backward.
+class RecordingPool:
+    """The pool of a compiled layer's recordings: of forwards, which save values, and of backwards, which need them.
 
     Saved values may lie where an *earlier* recording has scratch, since that was free by then. So a recording is
-    replayed only while no later one's saved values are still needed: layers recorded in the order in which they run
-    always satisfy that. When another shape is recorded, the saved values of the one before are given back to the pool:
-    from then on shapes lie over each other, and a recording is replayed only while none of another shape is needed.
+    replayed only while no later one's saved values are still needed: layers recorded in the order in which they run,
+    and backwards recorded after all of them, always satisfy that. When another shape is recorded, the saved values of
+    the one before are given back to the pool: from then on shapes lie over each other, and a recording is replayed only
+    while none of another shape is needed.
     """
 
     def __init__(self, holder: Holder, places: Mapping[tuple, ShapeSlot]):
-        super().__init__()
+        self.number = next(_numbers)
         self.holder = holder
         self.places = places  #: by shape and layer
         self.shapes: set[tuple] = set()  #: that were recorded
+        self.bytes = 0  #: that its recordings made the process take from the device
+        self.saved = 0  #: bytes in tensors that recordings hold from step to step
         self.flying: list[Recording] = []  #: whose backward is still to come, all of one shape, by rising number
         self.holds: tuple | None = None  #: the shape whose saved values no other recording may lie over
         self.largest = 0  #: bytes of the inputs that change, of the largest shape so far
@@ -82,7 +78,7 @@ class RecordingPool(Pool):
         for place in self._recorded(self.holds):
             if (held := place.recording) is not None:
                 held.give_back(held.saved, self.holder.recorder)
-        self.holds, self.largest = shape, max(size, self.largest)
+        self.holds, self.largest, self.saved = shape, max(size, self.largest), 0
         return True
 
     def _recorded(self, shape: tuple | None) -> list[ShapeSlot]:
@@ -105,7 +101,10 @@ class RecordingPool(Pool):
         old, place.recording = place.recording, None
         if old is None:
             return
-        self.holder.bytes -= old.bytes + (old.backward.bytes if old.backward is not None else 0)
+        self.saved -= old.saved_bytes() if old.shape == self.holds else 0
+        if all(each.recording is None for each in self.places.values()):  # the others go on using the pool's memory
+            self.holder.bytes -= self.bytes
+            self.bytes = 0
         for address in old.owned:
             if self.holder.owners.get(address) is old:
                 del self.holder.owners[address]

@@ -27,10 +27,10 @@ class Recording:
     handed: int  #: so many outputs belong to the caller; the others are saved for the backward
     passed: dict[int, int]  #: outputs that are copied inputs, or views of them: position of the input
     saved: list[int]  #: outputs for the backward that lie in the recording's own memory
-    bytes: int = 0  #: that recording it made the process take from the device
     lent: list[Tensor] = field(default_factory=list)  #: tensors given out of the recording's own memory
     backward: Recording | None = None
     shape: tuple = ()  #: of the call: the sizes that are symbols
+    pool: Any = None  #: the forwards' `RecordingPool` that it is of
     owned: dict[int, Recording] = field(default_factory=dict)  #: by the address of a saved value: itself
 
     def give_back(self, positions: Sequence[int], recorder: Recorder) -> None:
@@ -76,6 +76,10 @@ class Recording:
 
     def saved_at(self) -> set[int]:
         return {self.outputs[i].data_ptr() for i in self.saved}
+
+    def saved_bytes(self) -> int:
+        storages = [self.outputs[i].untyped_storage() for i in self.saved]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def addresses(self) -> set[int]:
         """Addresses that are the same at every replay."""

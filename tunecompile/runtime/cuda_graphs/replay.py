@@ -29,7 +29,7 @@ from tunecompile.runtime.cuda_graphs import launch_bound
 from tunecompile.runtime.cuda_graphs.allowance import Allowance
 from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
-from tunecompile.runtime.cuda_graphs.pool import MAX_TRIES, Pool, RecordingPool
+from tunecompile.runtime.cuda_graphs.pool import MAX_TRIES, RecordingPool
 from tunecompile.runtime.cuda_graphs.recording import LayerInputs, Recording, ShapeSlot, identity
 
 Run = Callable[[list], Sequence[Any]]
@@ -56,6 +56,7 @@ class GraphReplays:
         self.passes = 0  #: told apart by the backwards between them
         self.allowance: Allowance | None = None  #: by the plan of memory; None where there is none
         self.bytes = 0  #: that recordings made the process take from the device
+        self.tokens = 0  #: of the step; 0 where no plan of memory depends on it
 
     @property
     def device(self) -> str:
@@ -84,47 +85,57 @@ class GraphReplays:
         """Whether the memory plan leaves recordings no room, and there is none."""
         return self.allowance is not None and self.allowance.room <= 0 and not self.bytes
 
+    def saved_bytes(self) -> int:
+        """Bytes in tensors that recordings hold from step to step: what forwards save, of one shape at a time."""
+        return sum(graph.pool.saved for graph in self.graphs)
+
     def last_waits(self) -> bool | None:
         """Whether launches of the forward that ran last are waited for; None where that is not known, or was asked."""
         clock, self.clock = self.clock, None
         return None if clock is None else clock.waiting
 
-    def launching(self) -> float:
-        """The host's milliseconds to launch a step's forwards whose kernels wait; 0 as long as that is not known."""
+    def saving(self, tokens: int) -> float:
+        """Milliseconds of a step's forwards on so many tokens that recordings of all layers save; 0 if not known."""
         found: dict[tuple, float] = {}
-        for graph in (
-            self.graphs
-        ):  # a layer has several, one for each plan it has followed, and each may have run under several shapes
-            for shape, *pointers in graph.places:
-                layer = tuple(pointers)
-                found[layer] = max(found.get(layer, 0.0), graph.clocks[shape].launching)
+        for graph in self.graphs:  # a layer has one for each plan that it has followed
+            ms = graph.saving(tokens)
+            found |= {layer: max(found.get(layer, 0.0), ms) for layer in graph.known}
         return sum(found.values())
 
     def room(self, inputs: Sequence[Any]) -> bool:
         """Whether recordings may take more memory. What is recorded stays so."""
         if self._admitted() and self.bytes <= MAX_SHARE * self.recorder.memory(_device(inputs))[1]:
             return True
-        full = note("cuda-graphs-full", detail=f"{self.bytes / 2**30:.1f} GiB")
-        if self.bytes and full not in self.failures:
-            self.failures.append(full)
+        if self.bytes:
+            full = note("cuda-graphs-full", detail=f"{self.bytes / 2**30:.1f} GiB")
+            self.failures += [full] if full not in self.failures else []
         return False
 
     def _admitted(self) -> bool:
         """Whether the memory plan, if there is one, admits another recording."""
         if self.allowance is None:
             return True
-        if self.bytes >= self.allowance.room:  # asked at each call of a layer
-            return False
-        recorded = sum(place.recording is not None for graph in self.graphs for place in graph.places.values())
-        admitted = self.allowance.admits(self.bytes, recorded)
-        if admitted and not recorded:
-            self.recorder.release()  # once, before the first recording
-        return admitted
+        # asked at each call of a layer
+        return self.bytes < self.allowance.room and self.allowance.admits(self.bytes, self._layers())
+
+    def _layers(self) -> int:
+        """How many layers are recorded, each shape counted."""
+        return sum(place.recording is not None for graph in self.graphs for place in graph.places.values())
 
     def record(
-        self, graph: Forward | Backward, inputs: Sequence[Any], fixed: set[int], handed: int | None
+        self, graph: Forward | Backward, pool: RecordingPool, inputs: Sequence[Any], fixed: set[int], handed: int | None
     ) -> Recording | None:
-        """Record one call. None where it cannot be recorded; the reason is kept."""
+        """Record one call. None where it cannot be recorded; the reason is kept.
+
+        Args:
+            graph: whose call it is.
+            pool: whose memory the recording shares.
+            inputs: of the call.
+            fixed: positions of inputs that are the same tensors at every call.
+            handed: how many outputs are the caller's; None for all.
+        """
+        if self.allowance is not None and not self._layers():
+            self.recorder.release()  # recordings cannot use what the allocator holds of unrecorded steps
         copied = [
             (i, self._buffer(graph, i, value))
             for i, value in enumerate(inputs)
@@ -136,7 +147,7 @@ class GraphReplays:
         device = _device(inputs)
         before, _ = self.recorder.memory(device)
         try:
-            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)), graph.pool.number, device)
+            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)), pool.number, device)
         except Exception as error:  # a call that waits for the device, say: it runs as it did
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
             self.failures.append(note("no-cuda-graph", detail=reason))
@@ -157,8 +168,9 @@ class GraphReplays:
         self.recorded += 1
         taken = max(0, self.recorder.memory(device)[0] - before)
         self.bytes += taken
+        pool.bytes += taken
         fixed_at = [(i, inputs[i].data_ptr()) for i in fixed]
-        made = Recording(self.recorded, play, fixed_at, copied, outputs, handed, passed, saved, taken)
+        made = Recording(self.recorded, play, fixed_at, copied, outputs, handed, passed, saved)
         others = buffers.keys() | foreign
         # copied as soon as they are computed, and then free
         made.give_back([i for i, at in storages.items() if i < handed and at not in others], self.recorder)
@@ -226,6 +238,7 @@ class Forward:
         self.clocks: dict[tuple, Clock] = {}
         self.places: dict[tuple, ShapeSlot] = {}
         self.layers: dict[tuple, LayerInputs] = {}
+        self.known: set[tuple] = set()  #: layers that ran, by the addresses of their parameters
         self.pool = RecordingPool(shared, self.places)
         self.undecided = -1  #: the last pass with a layer of which it was not known whether it is launch-bound
         self.enabled = True
@@ -240,23 +253,21 @@ class Forward:
         shape = tuple(value for value in inputs if not isinstance(value, Tensor))  # the sizes that are symbols
         clock = self.clocks.get(shape)
         if clock is None:
-            clock = self.clocks[shape] = Clock(self.shared.recorder, loads=not self.clocks)
+            clock = self.clocks[shape] = Clock(self.shared.recorder, not self.clocks, self.shared.tokens)
         self.shared.clock = clock
         if clock.waiting is False:
             return self.run(inputs)
-        place = self._place(shape, inputs)  # what launches take is summed over these, see `launching`
-        if clock.waiting and self.shared.closed:
-            return self.run(inputs)
+        place = self._place(shape, inputs)
         phase = self._phase(clock, place)
         if phase is Phase.TIMING:
             return clock.time(self.run, inputs, _device(inputs), self.shared.passes)
         recording = None
-        if phase is Phase.RECORDING and recordable(inputs, self.shared.recorder.device) and self._room(shape, inputs):
+        if phase is Phase.RECORDING and self._room(shape, inputs) and recordable(inputs, self.shared.recorder.device):
             recording = self._record(shape, place, inputs)
         elif phase is Phase.REPLAYING:
             recording = self._replayable(place, inputs)
         if recording is None:
-            return self.run(inputs)
+            return clock.probe(self.run, inputs, _device(inputs))
         self.pool.flying.append(recording)
         self.shared.owners |= recording.owned
         outputs = recording.replay(inputs)
@@ -290,6 +301,15 @@ class Forward:
             return recording
         return self._record(recording.shape, place, inputs) if place.tries < MAX_TRIES else None
 
+    def saving(self, tokens: int) -> float:
+        """Milliseconds that a recording saves of a call on so many tokens; 0 as long as that is not known.
+
+        By such calls, or by all others where there was none.
+        """
+        told = [clock for clock in self.clocks.values() if clock.known]
+        alike = [clock for clock in told if clock.tokens == tokens]
+        return max((clock.saving(tokens) for clock in alike or told), default=0.0)
+
     def forget(self) -> None:
         """Drop the recordings."""
         self.places.clear()
@@ -306,6 +326,7 @@ class Forward:
             return place
         layer = self.layers.get(pointers)
         if layer is None:
+            self.known.add(pointers)
             layer = self.layers[pointers] = LayerInputs(inputs)
         else:
             layer.observe(inputs)
@@ -325,22 +346,27 @@ class Forward:
         ):
             return None
         self.pool.drop(place)
-        made = place.recording = self.shared.record(self, inputs, fixed, self.handed)
+        made = place.recording = self.shared.record(self, self.pool, inputs, fixed, self.handed)
         place.tries += 1
         if made is None:
             self.enabled = False
             return None
         self.pool.shapes.add(shape)
-        made.shape, made.owned = shape, dict.fromkeys(made.saved_at(), made)
+        self.pool.saved += made.saved_bytes()
+        made.shape, made.pool, made.owned = shape, self.pool, dict.fromkeys(made.saved_at(), made)
         place.kept = [identity(inputs[i]) for i in fixed]  # the recording points at them
         return made
 
 
 class Backward:
-    """The compiled backward of a region: recorded where its forward is."""
+    """The compiled backward of a region: recorded where its forward is, in the same memory.
+
+    Its scratch may lie where forwards have theirs, but not where any of the same shape saves values: those are held
+    while it is recorded. A forward that is recorded after it may save values there.
+    """
 
     def __init__(self, shared: GraphReplays, run: Run):
-        self.shared, self.run, self.pool, self.enabled = shared, run, Pool(), True
+        self.shared, self.run, self.enabled = shared, run, True
 
     def __call__(self, inputs: list) -> Sequence[Any]:
         with plain_tensors():
@@ -356,10 +382,10 @@ class Backward:
         )
         if forward is None or not self.enabled:
             return self.run(inputs)
-        if forward.backward is None and self.shared.room(inputs):
+        if forward.backward is None and forward.pool.holds == forward.shape and self.shared.room(inputs):
             self._record(forward, inputs)
         recording = forward.backward
-        if recording is None or not recording.fits(inputs):
+        if recording is None or not recording.fits(inputs) or not forward.pool.in_order(recording):
             return self.run(inputs)
         outputs = recording.replay(inputs)
         inputs.clear()
@@ -369,5 +395,7 @@ class Backward:
         if recordable(inputs, self.shared.recorder.device):
             stays = forward.addresses()
             fixed = {i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.data_ptr() in stays}
-            forward.backward = self.shared.record(self, inputs, fixed, None)
+            made = forward.backward = self.shared.record(self, forward.pool, inputs, fixed, None)
+            if made is not None:
+                made.shape, made.pool = forward.shape, forward.pool
         self.enabled = forward.backward is not None

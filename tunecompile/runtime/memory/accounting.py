@@ -16,7 +16,7 @@ from tunecompile.integrations.fsdp import Shards
 from tunecompile.ops.linear_cross_entropy import workspace
 from tunecompile.planner.device_memory import MARGIN, Gauge, Spec, budget_bytes, moment_bytes
 from tunecompile.planner.hardware import Rates
-from tunecompile.planner.step_plan import RECORDED, RegionCandidates, RegionRun, StepRequest
+from tunecompile.planner.step_plan import RegionCandidates, RegionRun, StepRequest
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.memory.graph_allowance import Recordings
 from tunecompile.runtime.memory.offload import Offload
@@ -94,8 +94,9 @@ class MemoryAccounting:
         """Bytes that would have been the right budget, as far as steps have shown."""
         return max(0, self.allowed() - self.surplus)
 
-    def begin_layers(self) -> None:
-        """Before a step's first layer."""
+    def begin_layers(self, tokens: int) -> None:
+        """Before the first layer of a step on so many tokens."""
+        self.recordings.begin(tokens)
         self.present, self.moving = self.gauge.allocated(), {}
 
     def request(
@@ -118,8 +119,8 @@ class MemoryAccounting:
             offload=self.offload is not None,
             all_seen=all_seen,
             keeps_weights=self.kept is not None,
-            launching=self.recordings.look(),
-            recorded=RECORDED if self.recordings.made else 1.0,
+            saving=self.recordings.saving(tokens),
+            records=self.recordings.made,
             checkpointed=self.checkpointed,
             spare=int(SPARE * self.gauge.total()) if self.checkpointed else 0,
         )
@@ -127,7 +128,7 @@ class MemoryAccounting:
     def others(self) -> int:
         """Bytes in tensors before the step's first layer, without recordings and kept weights, which layers hold."""
         moving = sum(self.moving.get(id(slot.region), 0) for slot in self.layers)
-        return max(0, self.present + moving - self.recordings.bytes - (self.kept.bytes if self.kept is not None else 0))
+        return max(0, self.present + moving - self.recordings.saved - (self.kept.bytes if self.kept is not None else 0))
 
     def tail(self, tokens: int) -> int:
         """Bytes that head and loss need beside what the layers hold."""

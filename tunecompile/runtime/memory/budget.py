@@ -26,7 +26,6 @@ from tunecompile.planner.device_memory import MARGIN, shown
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, Plan, PlanOption
 from tunecompile.planner.step_plan import (
-    RECORDED,
     AdmittedPlan,
     RegionCandidates,
     StepRequest,
@@ -39,6 +38,7 @@ from tunecompile.runtime.memory.progress import Progress
 from tunecompile.runtime.memory.timeline_trace import MemoryTrace
 
 SHRUNK = 0.75  #: share of the tokens of a plan that costs time, down to which it is kept
+WEIGHED = 1.5  #: times the milliseconds that recordings would save, by the last plan, from which on it is made anew
 GROWN = 1.02  #: times the resident bytes at the last plan, from which on it is reviewed
 
 
@@ -107,7 +107,7 @@ class RuntimePlanner:
         now = self.progress
         now.layers_began, now.tokens = True, tokens
         now.survey_step = now.survey_step or now.steps
-        self.memory.begin_layers()
+        self.memory.begin_layers(tokens)
         self._review()
         self.trace.begin(now.steps, self.admitted and self.admitted.choice.options, tokens)
 
@@ -221,11 +221,11 @@ class RuntimePlanner:
             missing: bytes that could not be allocated; None to plan for as little as possible.
 
         Returns:
-            Whether there is a smaller plan.
+            Whether there is a smaller plan, or recordings gave memory back.
         """
-        made = self.admitted
+        made, freed = self.admitted, self.memory.recordings.retreat()
         if made is None or not self.surveys.candidates:
-            return False
+            return freed
         self.progress.highest = self.memory.gauge.peak()[0]  # of a plan that is dropped
         target = (
             0 if missing is None else min(made.choice.peak, made.room) - max(missing, int(MARGIN * made.choice.peak))
@@ -233,7 +233,7 @@ class RuntimePlanner:
         request = self._request(self.progress.tokens)
         room = request.available - request.beside_layers(request.layer_runs())
         self.memory.surplus += max(0, room - target)
-        return self._make_smaller(made)
+        return self._make_smaller(made) or freed
 
     def give_way(self, room: int) -> bool:
         """Another rank ran out of memory: plan with its room from here on, if that is less.
@@ -297,12 +297,8 @@ class RuntimePlanner:
         tokens = self.progress.tokens
         if self.progress.exceeded or self.memory.others() > GROWN * made.resident or self._room_changed(made):
             return False
-        if (
-            RECORDED * made.choice.peak > made.room + made.spare
-            and not made.launching
-            and self.memory.recordings.look()
-        ):
-            return False  # now it is known what launches cost
+        if not made.records_all and self.memory.recordings.saving(tokens) > WEIGHED * made.saving:
+            return False  # now it is known what recordings would save
         if tokens > made.tokens:
             return made.choice.peak * tokens <= (made.room - made.weights) * made.tokens
         return tokens >= SHRUNK * made.tokens or not any(
@@ -328,10 +324,12 @@ class RuntimePlanner:
         self.progress.exceeded = False
         self.plans += 1
         self._make_room_for(made)
-        chosen = (option for options in made.choice.options for option in options)
+        chosen, before = (option for options in made.choice.options for option in options), self.options
         self.options = {
             id(slot): option for slot, option in zip(self.layers, chosen) if not self.surveys.needs(id(slot.region))
         }
+        if any(slot in before and before[slot].plan != option.plan for slot, option in self.options.items()):
+            self.memory.recordings.forget()  # other graphs run from here on
         missing = made.choice.peak - made.room
         self.shortfall = None
         if not made.choice.fits and not self.progress.pressed:
@@ -346,7 +344,7 @@ class RuntimePlanner:
             memory.kept.release()
             if memory.replays is not None:
                 memory.replays.forget()  # recordings point at them
-        memory.recordings.allow(made.choice, made.room + made.spare - made.weights)
+        memory.recordings.allow(made)
         self.offloading = made.choice.offloads
         if self.offload is not None:
             self.offload.ahead = made.choice.ahead

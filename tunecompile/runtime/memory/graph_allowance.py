@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tunecompile.planner.solver import Assignment
+from tunecompile.planner.step_plan import AdmittedPlan
 from tunecompile.runtime.cuda_graphs.allowance import Allowance
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 
@@ -23,10 +23,7 @@ class Recordings:
 
     replays: GraphReplays | None
     device: torch.device
-    #: milliseconds in which the host launches the forwards of one step, if kernels wait for it; 0 as long as that is
-    #: not known
-    launching: float = 0.0
-    dropped: int = 0  #: how often they were dropped for a step of another shape
+    dropped: int = 0  #: how often they were dropped for a step of another shape, or since the device was full
 
     @property
     def made(self) -> bool:
@@ -35,21 +32,44 @@ class Recordings:
 
     @property
     def bytes(self) -> int:
+        """Bytes that they made the process take from the device."""
         return self.replays.bytes if self.replays is not None else 0
 
-    def look(self) -> float:
-        """Milliseconds that launches take, as far as is known by now."""
-        if self.made:
-            self.launching = max(self.launching, self.replays.launching())
-        return self.launching
+    @property
+    def saved(self) -> int:
+        """Bytes of these that are in tensors between steps: the others are scratch."""
+        return self.replays.saved_bytes() if self.replays is not None else 0
 
-    def allow(self, choice: Assignment, room: int) -> None:
-        """Let recordings take this room, in bytes, beside this choice."""
+    def begin(self, tokens: int) -> None:
+        """Before the first layer of a step on so many tokens."""
         if self.replays is not None:
-            layers = sum(map(len, choice.options))
+            self.replays.tokens = tokens
+
+    def saving(self, tokens: int) -> float:
+        """Milliseconds that they save of the forwards of a step on so many tokens, as far as is known by now."""
+        return self.replays.saving(tokens) if self.made else 0.0
+
+    def allow(self, made: AdmittedPlan) -> None:
+        """Let recordings take the room that this plan leaves them."""
+        if self.replays is not None:
+            layers, whole, alone = sum(map(len, made.choice.options)), made.recorded, self.dropped < MAX_DROPPED
+            room = 0 if made.choice.offloads else made.room + made.spare - made.weights
             self.replays.allowance = Allowance(
-                0 if choice.offloads else room, choice.peak, layers, self.dropped < MAX_DROPPED
+                room, made.choice.peak, layers, alone, whole.scratch, whole.saved, whole.beside
             )
+
+    def forget(self) -> bool:
+        """Drop them. Returns whether there were any."""
+        held = self.bytes > 0
+        if held:
+            self.replays.forget()
+        return held
+
+    def retreat(self) -> bool:
+        """The device was full: drop them, since they took more than they should. Returns whether there were any."""
+        held = self.forget()
+        self.dropped += held
+        return held
 
     def make_way(self, needed: int, room: int) -> bool:
         """Drop recordings where a step of another shape needs their memory. Returns whether they were.
@@ -58,8 +78,4 @@ class Recordings:
             needed: bytes of that step.
             room: bytes for its layers, head and loss.
         """
-        if not self.bytes or self.bytes + needed <= room:
-            return False
-        self.replays.forget()
-        self.dropped += 1
-        return True
+        return self.bytes + needed > room and self.retreat()

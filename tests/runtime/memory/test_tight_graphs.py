@@ -1,0 +1,44 @@
+"""A budget so tight that layers would go to the host: once it is known that kernels wait for it, all are recorded."""
+
+import pytest
+
+import tunecompile
+from tests.support.compare import assert_equal
+from tests.support.memory.budgets import LAYERS, build, needed, step
+from tests.support.memory.cpu_recorder import CpuRecorder
+from tunecompile.runtime.cuda_graphs import launch_bound, replay
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
+    monkeypatch.setattr(launch_bound, "SAMPLES", 2)
+
+
+@pytest.mark.usefixtures("recorder", "to_the_host")
+@pytest.mark.parametrize("pays", [True, False])
+def test_layers_come_back_from_the_host_to_be_recorded(monkeypatch, pays):
+    """Copies cost nothing here, and products something: it is what recordings save that pays for computing again."""
+    from tunecompile.planner.hardware import Rates
+    from tunecompile.runtime.memory import budget
+
+    monkeypatch.setattr(budget, "rates_of", lambda *_: Rates(flops=1e12 if pays else 1.0, copy=1e12))
+    reference = step(build(None))
+    model = build(int(0.85 * needed()))
+    state = model._tunecompile
+    for number in range(9):
+        assert_equal(step(model), reference)
+        if number < 2:
+            assert state.step.budget.admitted.choice.offloads and not state.replays.recorded
+    made = state.step.budget.admitted
+    assert made.saving > 0 and made.choice.fits
+    plans = tunecompile.report(model).memory["plans"]
+    assert made.choice.offloads is not pays and any(plan["offload"] for plan in plans) is not pays
+    assert state.replays.recorded == (2 * LAYERS if pays else 0), tunecompile.report(model)
+    if pays:
+        assert made.records_all and any(plan["recompute"] for plan in plans)
+        assert len({option.plan for run in made.choice.options for option in run}) == len(state.replays.recorder.pools)
+        assert state.step.budget.plans <= 5
