@@ -214,7 +214,7 @@ def test_no_recording_is_replayed_while_a_later_one_is_needed():
     assert not graph.pool.in_order(first) and not graph.pool.in_order(second)
     first.replay([torch.ones(3)])
     assert saved.isnan().all()
-    del pending
+    del pending, saved
     assert graph.pool.in_order(first)
 
 

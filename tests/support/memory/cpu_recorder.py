@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
+import ctypes
 from collections import defaultdict
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class CpuRecorder:
     """Runs the function again and writes into the first outputs' memory.
 
     As in a pool of CUDA graphs, a recording's scratch may be where later recordings of its pool have their outputs, and
-    where earlier ones had those that they gave back: each replay overwrites these.
+    where earlier ones had those that they gave back: each replay overwrites these, whoever holds them by then.
     """
 
     device = "cpu"
@@ -22,6 +23,7 @@ class CpuRecorder:
         self.given_back = {}  #: by address: what replays the recording
 
     def record(self, run, pool, device):
+        hold_no_tensors(run)
         first, second = list(run()), list(run())
         own = [
             old for old, new in zip(first, second) if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr()
@@ -30,15 +32,12 @@ class CpuRecorder:
             poison(value)
         recordings = self.pools[pool]
         number = len(recordings)
-        before = [
-            ref for refs in recordings for ref in refs if (v := ref()) is not None and v.data_ptr() in self.given_back
-        ]
-        recordings.append([weakref.ref(value) for value in own])
+        before = [memory for made in recordings for memory in made if memory.address in self.given_back]
+        recordings.append([Memory(value) for value in own])
 
         def play():
-            for ref in before + [ref for later in recordings[number + 1 :] for ref in later]:
-                if (value := ref()) is not None:
-                    poison(value)
+            for memory in before + [memory for later in recordings[number + 1 :] for memory in later]:
+                memory.poison()
             for old, new in zip(first, run()):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
@@ -71,6 +70,31 @@ class CpuRecorder:
 
     def forget(self):
         pass
+
+
+def hold_no_tensors(run):
+    """A CUDA graph reads where its inputs lay, and does not hold them: others are given, that lie there."""
+    for cell in run.__closure__ or ():
+        if isinstance(given := cell.cell_contents, list):
+            given[:] = [
+                value.detach()
+                if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+                else value
+                for value in given
+            ]
+
+
+class Memory:
+    """The memory of an output, without a claim to it: it is there while any tensor holds it."""
+
+    def __init__(self, value):
+        storage = value.untyped_storage()
+        self.address, self.nbytes, self.held = storage.data_ptr(), storage.nbytes(), StorageWeakRef(storage)
+        self.byte = 0xFF if value.is_floating_point() else value.element_size() == 1  # not a number; else 1 or 0
+
+    def poison(self):
+        if not self.held.expired():
+            ctypes.memset(self.address, int(self.byte), self.nbytes)
 
 
 def poison(value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from tunecompile.runtime.cuda_graphs.capture import Recorder
 
+#: Python's references to a tensor that a list alone holds, seen from a loop over it
+UNHELD = next(getrefcount(value) for value in [torch.empty(0)])
 LARGE = 2 << 20  #: bytes; tensors of that size are copied by a launch of their own
 
 
@@ -40,8 +43,12 @@ class Recording:
             self.outputs[i] = recorder.give_back(self.outputs[i], self.play)
 
     def free(self) -> bool:
-        """Whether no backward that needs the saved values is still to come. (They have no other holder then.)"""
-        return all(value._use_count() == 1 for value in self.lent)
+        """Whether no backward that needs the saved values is still to come.
+
+        They have no other holder then: neither autograd, whose references torch counts, nor Python, whose it does not.
+        (Under a checkpoint, or with hooks for saved tensors, Python alone may hold them.)
+        """
+        return all(value._use_count() == 1 and getrefcount(value) == UNHELD for value in self.lent)
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether no input moved that must not."""
