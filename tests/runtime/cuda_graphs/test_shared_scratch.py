@@ -3,6 +3,9 @@
 The stand-in for CUDA graphs overwrites at each replay what another recording of its pool may have under it.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -114,6 +117,40 @@ def test_memory_is_counted_until_nothing_of_a_pool_is_left(layers):
     assert layers.replays.bytes == 400 and layers.replays.saved_bytes() == 6 * 3 * 4
     pool.drop(second)
     assert layers.replays.bytes == pool.bytes == 0 == layers.replays.saved_bytes()
+
+
+@pytest.mark.parametrize("how", ["forget", "drop"])
+def test_what_is_dropped_is_free_at_once(layers, how):
+    """Without the collector of cycles: a full device needs its memory now. What a pending backward needs stays."""
+    for _ in range(4):
+        for name in "ab":
+            layers.step(name)
+    _, saved = layers.run("a")
+    pending = torch.ones(3, requires_grad=True) * saved
+    first, second = map(weakref.ref, layers.recordings())
+    backwards = [weakref.ref(made().backward) for made in (first, second)]
+    played.clear()
+    layers.replays.recorder.given_back.clear()  # which the stand-in keeps
+    gc.disable()
+    try:
+        if how == "forget":
+            layers.replays.forget()
+            assert first() is None and backwards[0]() is None
+        else:
+            layers.forward.pool.drop(layers.forward.places[(6,), layers.weights["b"].data_ptr()])
+        assert second() is None and backwards[1]() is None
+    finally:
+        gc.enable()
+    assert not pending.isnan().any() and torch.equal(saved, torch.full_like(saved, 2.0))
+
+
+def test_what_python_holds_for_a_backward_is_not_overwritten(layers):
+    """As under a checkpoint around several layers: autograd has none of these values."""
+    for _ in range(4):
+        layers.step("a")
+    _, kept = layers.run("a")
+    layers.forward([layers.weights["a"], torch.full((6, 3), 7.0), 6])
+    assert torch.equal(kept, torch.full_like(kept, 2.0)) and layers.back(kept)
 
 
 def test_what_another_shape_gave_back_is_no_tensors(layers):

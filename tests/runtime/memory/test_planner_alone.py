@@ -297,8 +297,9 @@ def test_a_full_device_has_what_recordings_took():
         made = planner(room, replays=replays)
         step(made)
         assert made.retreat(None) is (room == TIGHT) and not dropped
-        replays.bytes = 7
+        replays.bytes, made.memory.gauge.released = 7, 0
         assert made.retreat(None) and dropped.pop() is None and made.memory.recordings.dropped == 1
+        assert made.memory.gauge.released == 1, "before the part runs again"
 
 
 def test_what_waits_is_scaled_to_the_batch_of_the_plan():

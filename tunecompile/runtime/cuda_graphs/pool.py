@@ -108,3 +108,14 @@ class RecordingPool:
         for address in old.owned:
             if self.holder.owners.get(address) is old:
                 del self.holder.owners[address]
+        old.owned.clear()  # it holds itself there, and so its graph and all memory of the pool
+
+    def forget(self) -> None:
+        """Let go of all recordings, so that their memory is free at once, without Python's collector of cycles.
+
+        None is replayed any more, so that no order of those whose backward is still to come need be kept.
+        """
+        for recording in [place.recording for place in self.places.values()] + self.flying:
+            if recording is not None:
+                recording.owned.clear()
+        self.flying.clear()

@@ -312,6 +312,7 @@ class Forward:
 
     def forget(self) -> None:
         """Drop the recordings."""
+        self.pool.forget()
         self.places.clear()
         self.layers.clear()
         self.pool = RecordingPool(self.shared, self.places)

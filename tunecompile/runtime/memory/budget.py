@@ -224,6 +224,8 @@ class RuntimePlanner:
             Whether there is a smaller plan, or recordings gave memory back.
         """
         made, freed = self.admitted, self.memory.recordings.retreat()
+        if freed:
+            self.memory.gauge.release()
         if made is None or not self.surveys.candidates:
             return freed
         self.progress.highest = self.memory.gauge.peak()[0]  # of a plan that is dropped
