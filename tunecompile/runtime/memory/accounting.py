@@ -69,7 +69,7 @@ class MemoryAccounting:
     offload: Offload | None = None
     replays: GraphReplays | None = None
     kept: WeightCache | None = None
-    present: int = 0  #: bytes allocated before the step's first layer
+    present: int = 0  #: bytes allocated before the step's first layer, without recordings, which layers hold
     moving: dict[int, int] = field(
         default_factory=dict
     )  #: by region, bytes that its dense weights take more from this step on
@@ -97,7 +97,7 @@ class MemoryAccounting:
     def begin_layers(self, tokens: int) -> None:
         """Before the first layer of a step on so many tokens."""
         self.recordings.begin(tokens)
-        self.present, self.moving = self.gauge.allocated(), {}
+        self.present, self.moving = self.gauge.allocated() - self.recordings.saved, {}
 
     def request(
         self, tokens: int, candidates: Mapping[int, RegionCandidates], rates: Rates, all_seen: bool, first: bool
@@ -126,9 +126,12 @@ class MemoryAccounting:
         )
 
     def others(self) -> int:
-        """Bytes in tensors before the step's first layer, without recordings and kept weights, which layers hold."""
+        """Bytes in tensors before the step's first layer, without recordings and kept weights, which layers hold.
+
+        Recordings that the step itself made or dropped do not change that.
+        """
         moving = sum(self.moving.get(id(slot.region), 0) for slot in self.layers)
-        return max(0, self.present + moving - self.recordings.saved - (self.kept.bytes if self.kept is not None else 0))
+        return max(0, self.present + moving - (self.kept.bytes if self.kept is not None else 0))
 
     def tail(self, tokens: int) -> int:
         """Bytes that head and loss need beside what the layers hold."""
