@@ -100,8 +100,24 @@ def test_what_is_recorded_needs_its_share_of_the_step_no_more():
     assert not allowed(choose(STACKS, 1050), 1200, dropped=MAX_DROPPED).admits(taken=690, recorded=5)
 
 
+def test_recordings_that_were_in_the_way_too_often_are_made_only_beside_a_whole_step():
+    """Under the plan that stays, too: they would be made and dropped without end."""
+    made = recordings()
+    made.allow(admitted(choose(STACKS, 1050), 1200))
+    for number in range(MAX_DROPPED):
+        assert made.replays.allowance.admits(taken=690, recorded=5) and made.dropped == number
+        made.replays.bytes = 690
+        assert made.make_way(1000, 1200)
+    assert not made.replays.allowance.admits(taken=690, recorded=5)
+
+
 def test_beside_copies_to_the_host_nothing_is_recorded():
     assert not allowed(choose(STACKS, 300), 300).admits(0, 0)
+    made = recordings(nbytes=50)
+    made.allow(admitted(choose(STACKS, 1050), 1200))
+    assert made.bytes == 50
+    made.allow(admitted(choose(STACKS, 300), 300))
+    assert made.bytes == 0, "a plan that keeps the same values, on the host, runs the graphs that are recorded"
 
 
 def test_recordings_of_plans_that_are_followed_no_more_are_dropped():

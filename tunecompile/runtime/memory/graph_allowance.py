@@ -6,7 +6,7 @@ tunecompile/planner/step_plan.py weighs plans that leave them room.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,7 +50,12 @@ class Recordings:
         return self.replays.saving(tokens) if self.made else 0.0
 
     def allow(self, made: AdmittedPlan) -> None:
-        """Let recordings take the room that this plan leaves them."""
+        """Let recordings take the room that this plan leaves them.
+
+        Beside copies to the host there are none: a replay would write over what is still copied.
+        """
+        if made.choice.offloads:
+            self.forget()
         if self.replays is not None:
             layers, whole, alone = sum(map(len, made.choice.options)), made.recorded, self.dropped < MAX_DROPPED
             room = 0 if made.choice.offloads else made.room + made.spare - made.weights
@@ -69,6 +74,8 @@ class Recordings:
         """The device was full: drop them, since they took more than they should. Returns whether there were any."""
         held = self.forget()
         self.dropped += held
+        if self.dropped >= MAX_DROPPED and self.replays is not None and self.replays.allowance is not None:
+            self.replays.allowance = replace(self.replays.allowance, alone=False)  # also if the plan stays
         return held
 
     def make_way(self, needed: int, room: int) -> bool:
