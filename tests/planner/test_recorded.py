@@ -111,3 +111,21 @@ def test_the_share_that_is_recorded():
     assert made.bytes == 1210 and made.share(1210, 900) == 1.0
     assert made.share(1209, 900) == pytest.approx(209 / 210) and made.share(1105, 900) == pytest.approx(0.5)
     assert made.share(1000, 900) == made.share(500, 900) == 0.0
+
+
+def test_layers_of_two_kinds_have_scratch_of_their_own_though_they_cost_the_same():
+    """Full attention and a window that is longer than the batch, say. Layers whose gradients differ run one graph."""
+    layer = PlanOption(KEEP, 20, 100, 300, 0.0, passed=10, kind=1)
+    other = replace(layer, kind=2)
+    assert layer == other and recorded_step([[layer], [other], [layer]], 0).scratch == 600
+    assert recorded_step([[layer], [replace(layer, gradients=5)]], 0).scratch == 300
+    assert recorded_step([[layer], [replace(layer, plan=RECOMPUTE, backward=400)]], 0).scratch == 700
+    request = tight()
+    two = replace(
+        request,
+        runs=(RegionRun(1, 1, gradients=0), RegionRun(2, 1, gradients=0)),
+        candidates={1: request.candidates[1], 2: request.candidates[1]},
+    )
+    options = [run.options[0] for run in two.layer_runs()]
+    assert options[0] == options[1]
+    assert recorded_step([options], 0).scratch == 2 * recorded_step([options[:1]], 0).scratch > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tunecompile.planner.solver import PlanOption
+from tunecompile.planner.solver import Plan, PlanOption
 
 RECORDED = 1.1  #: times what recordings need is what their pools take: blocks that are too small are left unused
 #: times the bytes that a layer hands on: the buffers of what a recording reads (of a forward its input, of a backward
@@ -51,13 +51,16 @@ def recorded_step(stacks: Sequence[Sequence[PlanOption]], tail: int) -> Recorded
         tail: bytes that head and loss need.
     """
     order = [option for stack in stacks for option in stack]
-    kinds = dict.fromkeys(order)
-    scratch = sum(max(option.forward + option.passed, option.backward) for option in kinds)
+    kinds: dict[tuple[int, Plan], int] = {}  # each has compiled graphs of its own, and so a pool
+    for option in order:
+        at, needed = (option.kind, option.plan), max(option.forward + option.passed, option.backward)
+        kinds[at] = max(kinds.get(at, 0), needed)
+    scratch = sum(kinds.values())
     gradients, handed, highest = sum(option.gradients for option in order), 0, 0
     for option in order:
         handed += option.passed
         highest = max(highest, handed + gradients)
         gradients -= option.gradients
-    buffers = BUFFERS * max((option.passed for option in kinds), default=0)
+    buffers = BUFFERS * max((option.passed for option in order), default=0)
     saved = sum(max(0, option.held - option.passed) for option in order)
     return RecordedStep(scratch, saved, max(highest, handed + tail) + buffers)

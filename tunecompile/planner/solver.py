@@ -14,7 +14,7 @@ assignment that fits is taken.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -63,6 +63,7 @@ class PlanOption:
     copying: float = 0.0  #: milliseconds more where no other layer's work hides the copies
     gradients: int = 0  #: bytes of its parameters' gradients, which exist from its backward on
     passed: int = 0  #: bytes, of those it holds, that it hands to the next layer
+    kind: int = field(default=0, compare=False)  #: of its layer: layers of one kind and plan run the same graph
 
     def offloads_tensor(self, nbytes: int) -> bool:
         """Whether a saved tensor of `nbytes` bytes goes to the host.

@@ -93,10 +93,8 @@ class StepRequest:
                 each.rows, self.tokens / each.tokens, each.rates(self.rates), self.offload and len(each.rows) > 1
             )
             allowed = (option for option in choices if run.only is None or option.plan == run.only)
-            passed = int(each.passed * self.tokens / each.tokens)
-            found.append(
-                LayerRun(run.layers, tuple(replace(o, gradients=run.gradients, passed=passed) for o in allowed))
-            )
+            more = {"gradients": run.gradients, "passed": int(each.passed * self.tokens / each.tokens)}
+            found.append(LayerRun(run.layers, tuple(replace(o, kind=run.region, **more) for o in allowed)))
         return found
 
     def beside_layers(self, runs: Sequence[LayerRun]) -> int:
