@@ -118,3 +118,26 @@ def test_the_mask_is_made_in_the_layers_graph(dtype):
     assert torch.equal(seen[0, 0, :10, :10], expected)
     plain = (args[:1], {"x": 1})
     assert with_document_mask(*plain) == plain
+
+
+def test_a_result_that_becomes_that_of_another_function_is_gathered_again():
+    """A reentrant checkpoint runs a layer without gradients, and returns the same tensor as its own: its row leads
+    nowhere."""
+
+    class Checkpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return flat.leave(flat.enter((x,), {}, None, keep=True)[0][0] * 2, keep=True)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    flat = FlatBatch.of_whole_rows(2, 6, 0, torch.device("cpu"))
+    hidden = torch.randn(2, 6, 3, requires_grad=True)
+    made = Checkpoint.apply(hidden)
+    row = flat.row_of(made)
+    assert made.requires_grad and (row is None or row.requires_grad)
+    (again,), _ = flat.enter((made,), {}, None, keep=True)
+    again.sum().backward()
+    assert hidden.grad is not None

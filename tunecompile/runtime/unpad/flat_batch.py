@@ -38,10 +38,10 @@ class Rows:
 
     #: tensors that several layers are given, such as rotary tables, and what became of them
     shared: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    #: the last layer's result, padded and flat
-    last: tuple[weakref.ref, int, Tensor] | None = None
-    #: what layers hand on beside their results, by the padded tensor's id: padded, its version, and flat
-    handed: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+    #: the last layer's result, padded, its state and flat
+    last: tuple[weakref.ref, tuple, Tensor] | None = None
+    #: what layers hand on beside their results, by the padded tensor's id: padded, its state, and flat
+    handed: dict[int, tuple[Tensor, tuple, Tensor]] = field(default_factory=dict)
     #: by the id of bounds of images: these, and the offsets and the longest that they make
     images: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
@@ -204,19 +204,19 @@ class FlatBatch:
     def row_along(self, value: Tensor, dim: int, keep: bool) -> Tensor:
         """[B, ..., T, ...] -> [1, ..., N, ...], where `dim` counts tokens; with `keep` once for all layers."""
         known = self.rows.handed.get(id(value)) if keep else None
-        if known is not None and known[1] == value._version and not value._backward_hooks and not value.retains_grad:
+        if known is not None and known[1] == _state(value) and not value._backward_hooks and not value.retains_grad:
             return known[2]
         tokens = value.movedim(dim, 1).flatten(0, 1).index_select(0, self.index)
         flat = tokens.unsqueeze(0).movedim(1, dim)
         if keep:
-            self.rows.handed[id(value)] = value, value._version, flat
+            self.rows.handed[id(value)] = value, _state(value), flat
         return flat
 
     def batch_along(self, value: Tensor, dim: int, keep: bool) -> Tensor:
         """[1, ..., N, ...] -> [B, ..., T, ...], zero at padding; with `keep` other layers may read it as it is."""
         padded = self.unflatten(value.movedim(dim, 1)).movedim(1, dim)
         if keep:
-            self.rows.handed[id(padded)] = padded, padded._version, value
+            self.rows.handed[id(padded)] = padded, _state(padded), value
         return padded
 
     def unflatten(self, values: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ class FlatBatch:
             return flat
         padded = self.unflatten(flat)
         if keep:
-            self.rows.last = weakref.ref(padded), padded._version, flat
+            self.rows.last = weakref.ref(padded), _state(padded), flat
         return padded
 
     def row_of(self, padded: Tensor) -> Tensor | None:
@@ -279,8 +279,8 @@ class FlatBatch:
         """
         if self.rows.last is None:
             return None
-        made, version, flat = self.rows.last
-        if made() is not padded or padded._version != version or padded._backward_hooks or padded.retains_grad:
+        made, state, flat = self.rows.last
+        if made() is not padded or _state(padded) != state or padded._backward_hooks or padded.retains_grad:
             return None
         return flat
 
@@ -291,6 +291,12 @@ FILLS = "_fills_up_a_row"  #: an attribute of a tower's offsets, which its layer
 def is_filled_up(kwargs: dict) -> bool:
     """Whether a layer is told of an image that fills up its row, and so cannot run by its own code."""
     return getattr(kwargs.get(IMAGE_OFFSETS), FILLS, False)
+
+
+def _state(value: Tensor) -> tuple:
+    """What changes where a tensor is written to, or becomes the result of another function: of a checkpoint that ran
+    the layer without gradients, say."""
+    return value._version, value.grad_fn
 
 
 class HasNoTokens(Exception):
