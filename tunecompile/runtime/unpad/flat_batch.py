@@ -14,11 +14,11 @@ from tunecompile._torch.cuda import where_set
 from tunecompile.compiler.token_wise import IMAGE_OFFSETS, OFFSETS
 from tunecompile.ops import document_mask
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, Documents
+from tunecompile.runtime.unpad.masks.given import hidden_in
 
 #: OFFSETS, int32 [S + 2]: where documents begin; the last one is the rounding up of N
 LONGEST = "longest_document"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
 #: how many tokens a token sees, 0 for all before it, or BOTH_WAYS; as a text, since an int may become a symbol
-ROUNDED = 128  #: what the longest image is rounded up to, at least
 WINDOW = "document_window"
 MASKS = "document_masks"  #: positions and names of the arguments that are the mask
 ADDED = "document_mask_added"  #: the dtype in which the mask is added to scores, as a text; empty where it is of bools
@@ -26,6 +26,7 @@ ADDED = "document_mask_added"  #: the dtype in which the mask is added to scores
 BOUNDS_BESIDE = "document_bounds"
 IMAGE_BOUNDS = "image_bounds"  #: int [images + 1]; the same tensor that a layer is given under its own name
 LONGEST_IMAGE = "longest_image"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
+ROUNDED = 128  #: what the longest image is rounded up to, at least
 _OURS = (OFFSETS, LONGEST, WINDOW, MASKS, ADDED)
 
 #: what collators tell other attention of boundaries; ours has them from the mask
@@ -69,11 +70,11 @@ class FlatBatch:
         if found.full:
             return FlatBatch.of_whole_rows(*found.real.shape, found.window, found.real.device)
         device, (rows, length), multiple = found.real.device, found.real.shape, multiple_on(found.real.device)
-        total = _rounded(found.count, multiple)
+        total = rounded_to(found.count, multiple)
         order = where_set(found.real.flatten(), found.count)
         begin = where_set(found.starts.flatten()[order], found.documents)
         ends = [torch.full((1,), end, device=device) for end in (found.count, total)]  # a list of numbers would wait
-        longest = torch.empty(_rounded(max(found.longest, total - found.count, 2), multiple), 0, device=device)
+        longest = torch.empty(rounded_to(max(found.longest, total - found.count, 2), multiple), 0, device=device)
         return FlatBatch(
             F.pad(order, (0, total - found.count)),
             torch.cat([begin, *ends]).to(torch.int32),
@@ -91,10 +92,10 @@ class FlatBatch:
         """
         count, multiple = rows * length, multiple_on(device)
         longest = max(length, -(-total // rows), 2)  # as good as the same for all batches of so many rows and tokens
-        total = total or _rounded(count, multiple)
+        total = total or rounded_to(count, multiple)
         offsets = torch.arange(rows + 2, device=device, dtype=torch.int32) * length
         offsets[-1:].fill_(total)
-        longest = torch.empty(_rounded(max(longest, total - count), multiple), 0, device=device)
+        longest = torch.empty(rounded_to(max(longest, total - count), multiple), 0, device=device)
         index = F.pad(torch.arange(count, device=device), (0, total - count))
         return FlatBatch(index, offsets, longest, window, count, (rows, length), whole=True)
 
@@ -162,7 +163,7 @@ class FlatBatch:
         pairs = mask is not None
         places = [where for where, value in (*enumerate(args), *kwargs.items()) if pairs and value is mask]
         places += [self.fills] * bool(self.fills)
-        hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        hidden = hidden_in(args, kwargs)
         try:
             flat = [None if v is mask else self._entered(v, keep and v is hidden) for v in args]
             named = {
@@ -343,5 +344,6 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _rounded(count: int, multiple: int) -> int:
+def rounded_to(count: int, multiple: int) -> int:
+    """The next multiple."""
     return -(-count // multiple) * multiple

@@ -13,7 +13,8 @@ from tunecompile._torch.dynamo import mark_dynamic
 from tunecompile.compiler.token_wise import IMAGE_OFFSETS
 from tunecompile.integrations.kernel_functions import Fork, forks_in, takes_bounds
 from tunecompile.ir.op import HALF
-from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, IMAGE_BOUNDS, LONGEST_IMAGE, ROUNDED
+from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, IMAGE_BOUNDS, LONGEST_IMAGE, ROUNDED, rounded_to
+from tunecompile.runtime.unpad.masks.given import hidden_in
 
 _OURS = (IMAGE_BOUNDS, IMAGE_OFFSETS, LONGEST_IMAGE, BOUNDS_BESIDE)
 
@@ -53,7 +54,7 @@ class ImageBounds:
         bounds = kwargs.get(self.name)
         if bounds is None and self.place is not None and self.place < len(args):
             bounds = args[self.place]
-        hidden = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        hidden = hidden_in(args, kwargs)
         if not isinstance(bounds, Tensor) or hidden is None or hidden.dim() < 2 or not _has_kernel(hidden):
             return None
         if not all(takes_bounds(module, fork) for module, fork in self.forks):
@@ -92,7 +93,7 @@ def _reading(bounds: Tensor, patches: int) -> tuple[Tensor, Tensor] | None:
         return None
     # One image alone would have a graph of its own, as would sizes that were equal when Dynamo traced: L is odd.
     offsets = torch.cat([bounds, bounds[-1:]]).to(torch.int32)
-    longest = torch.empty(-(-longest // ROUNDED) * ROUNDED + 1, 0, device=bounds.device)
+    longest = torch.empty(rounded_to(longest, ROUNDED) + 1, 0, device=bounds.device)
     for each in (offsets, longest):
         mark_dynamic(each, 0)
     return offsets, longest

@@ -24,9 +24,9 @@ from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.token_wise import NotTokenWise
 from tunecompile.notes import Note, note
-from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch, multiple_on
+from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch, multiple_on, rounded_to
 from tunecompile.runtime.unpad.image_bounds import ImageBounds
-from tunecompile.runtime.unpad.masks.given import MASK
+from tunecompile.runtime.unpad.masks.given import MASK, hidden_in
 from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 
@@ -110,7 +110,7 @@ class Rounding:
         images = getattr(slot_of(layer), "images", None)
         if images is not None:
             return self._patches(call, images, args, kwargs)
-        kind, hidden = self._kind(args, kwargs), _hidden(args, kwargs)
+        kind, hidden = self._kind(args, kwargs), hidden_in(args, kwargs)
         if kind is None or hidden is None or hidden.dim() != 3:
             return None
         rows, length, _ = hidden.shape
@@ -125,7 +125,7 @@ class Rounding:
 
     def came(self, layer: nn.Module, args: tuple, kwargs: dict, graph: Graph | None) -> None:
         """Learn from a layer's call that ran as it comes, once sizes change."""
-        if len(self.seen) < SIZES - 1 or in_backward() or (hidden := _hidden(args, kwargs)) is None:
+        if len(self.seen) < SIZES - 1 or in_backward() or (hidden := hidden_in(args, kwargs)) is None:
             return
         self._learn(hidden.shape[:-1].numel())
         if graph is None:
@@ -189,7 +189,7 @@ class Rounding:
 
     def _patches(self, call: OwnerCall, images: ImageBounds, args: tuple, kwargs: dict) -> FlatBatch | None:
         """A tower's row of patches, with another image behind the last that fills it up."""
-        hidden, found = _hidden(args, kwargs), images.read(args, kwargs)
+        hidden, found = hidden_in(args, kwargs), images.read(args, kwargs)
         if hidden is None or found is None or hidden.shape[:-2] not in ((), (1,)):
             return None
         bounds, offsets, longest = found
@@ -235,7 +235,7 @@ def _why_not_filled_up(graph: Graph | None) -> Note | None:
 def rounded_up(count: int, device: torch.device) -> int:
     """The size that a batch of so many tokens is filled up to."""
     part = max(multiple_on(device), (1 << count.bit_length() - 1) // PARTS)
-    return -(-count // part) * part
+    return rounded_to(count, part)
 
 
 _TOLD = (*sorted(BOUNDARIES), "is_causal")
@@ -243,10 +243,6 @@ _TOLD = (*sorted(BOUNDARIES), "is_causal")
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else type(value)
-
-
-def _hidden(args: tuple, kwargs: dict) -> Tensor | None:
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
 def _is_repeated(call: OwnerCall) -> bool:

@@ -12,6 +12,11 @@ from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_document
 from tunecompile.runtime.unpad.masks.pairs import PairMask
 
 
+def hidden_in(args: tuple, kwargs: dict) -> Tensor | None:
+    """The hidden states that a layer is given: its first tensor."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+
+
 def mask_in(args: tuple, kwargs: dict) -> Tensor | None:
     """The only argument that is a mask of all pairs of tokens."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -24,8 +29,7 @@ def mask_in(args: tuple, kwargs: dict) -> Tensor | None:
 
 def padding_in(args: tuple, kwargs: dict) -> Tensor | None:
     """The argument that says which tokens are real, where transformers hands on the caller's mask."""
-    hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    mask = kwargs.get(MASK)
+    hidden, mask = hidden_in(args, kwargs), kwargs.get(MASK)
     if hidden is None or hidden.dim() != 3 or not isinstance(mask, Tensor) or mask.is_floating_point():
         return None
     return mask if mask.shape == hidden.shape[:2] else None
@@ -42,8 +46,8 @@ def bounds_in(layer: nn.Module, args: tuple, kwargs: dict) -> Tensor | None:
     bounds = kwargs.get(BOUNDARIES)
     if not isinstance(bounds, Tensor) or bounds.dim() != 1 or MASK not in kwargs or kwargs[MASK] is not None:
         return None
-    hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), bounds)
-    if hidden.dim() != 3 or hidden.shape[0] != 1 or not knows_documents(layer):
+    hidden = hidden_in(args, kwargs)
+    if hidden is None or hidden.dim() != 3 or hidden.shape[0] != 1 or not knows_documents(layer):
         return None
     if layer not in _attends:
         _attends[layer] = any(vars(module).get("is_causal") for module in layer.modules())
