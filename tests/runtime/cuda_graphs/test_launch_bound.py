@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tunecompile.runtime.cuda_graphs import launch_bound
-from tunecompile.runtime.cuda_graphs.launch_bound import PROBES, SAMPLES, Clock
+from tunecompile.runtime.cuda_graphs.launch_bound import PROBES, SAMPLES, Clock, HostTime
 
 SHARES = (1 / 12,) * 6 + (1 / 4,) * 2  #: of what a layer computes; the largest products come last
 
@@ -31,18 +31,20 @@ class Machine:
     def elapsed(self, begin, end):
         return end - begin
 
-    def step(self, clock, layers, number):
+    def step(self, clock, layers, number, copying=0.0):
         self.now = self.done = max(self.now, self.done)  # the loop has read the last loss
         for _ in range(layers):
             (clock.probe if clock.decide() else clock.time)(self.layer, [], None, *[number] * (not clock.waiting))
+            with clock.copying.counted():
+                self.now += copying
             self.now += self.between
 
 
-def told(monkeypatch, machine, layers=16):
+def told(monkeypatch, machine, layers=16, copying=0.0):
     monkeypatch.setattr(launch_bound, "time", SimpleNamespace(perf_counter=lambda: machine.now / 1e3))
-    clock = Clock(machine)
+    clock = Clock(machine, copying=HostTime())
     for number in range(12):
-        machine.step(clock, layers, number)
+        machine.step(clock, layers, number, copying)
     return clock
 
 
@@ -63,6 +65,13 @@ def test_layers_that_wait_between_calls_are_found(monkeypatch, launching, betwee
     clock = told(monkeypatch, Machine(launching, between, computing), layers)
     assert clock.waiting is waiting and clock.known and clock.saving(0) == pytest.approx(saving, abs=1e-9)
     assert clock.launching == pytest.approx(launching if waiting else 0.0)
+
+
+@pytest.mark.parametrize("computing, saving", [(0.9, 0.23), (1.5, 0.0), (4.0, 0.0)])
+def test_what_the_host_spends_on_copies_is_not_saved(monkeypatch, computing, saving):
+    """Kernels wait for it, and yet a plan without copies has none of it: there the device is behind."""
+    clock = told(monkeypatch, Machine(0.67, 0.46, computing), copying=5.0)
+    assert clock.waiting and clock.known and clock.saving(0) == pytest.approx(saving, abs=1e-9)
 
 
 @pytest.mark.parametrize("computing, waiting", [(0.5, True), (2.0, False)])

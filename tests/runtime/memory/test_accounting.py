@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.memory.cpu_recorder import CpuRecorder
 from tunecompile.planner.device_memory import MARGIN
 from tunecompile.planner.hardware import Rates
+from tunecompile.runtime.cuda_graphs.launch_bound import HostTime
+from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.memory import accounting as module
 from tunecompile.runtime.memory.accounting import SPARE, MemoryAccounting, compute_dtype, host_bytes, region_runs
 from tunecompile.runtime.memory.progress import Progress
@@ -172,13 +175,18 @@ def test_what_a_plan_is_made_from():
 def test_recordings_and_kept_weights_are_held_by_layers():
     """Of recordings what is in tensors: the allocator does not count their scratch."""
     replays = types.SimpleNamespace(
-        bytes=90, saved_bytes=lambda: 30, recorder=types.SimpleNamespace(device="cpu"), saving=lambda tokens: 2.5
+        bytes=90,
+        buffered=0,
+        saved_bytes=lambda: 30,
+        recorder=types.SimpleNamespace(device="cpu"),
+        saving=lambda tokens: 2.5,
     )
     kept = types.SimpleNamespace(bytes=50, moves=[1])
     layers = [slot("a", trained(1)), slot("a", trained(1)), slot("b", trained(1))]
     memory = accounting(layers, gauge=Gauge(now=1000), replays=replays, kept=kept)
     memory.moving = {id("a"): 9}
-    memory.begin_layers(8)
+    for _ in range(3):
+        memory.begin_layers(8)
     assert memory.present == 1000 - 30 and memory.moving == {} and memory.moves
     replays.saved_bytes = lambda: 700  # the step records layers, or drops their recordings
     memory.moving = {id(layers[0].region): 9}
@@ -188,6 +196,17 @@ def test_recordings_and_kept_weights_are_held_by_layers():
     made = memory.request(8, {}, Rates(1.0, 1.0), all_seen=True, first=False)
     assert made.keeps_weights and made.saving == 2.5 and made.records
     assert not accounting().moves
+
+
+def test_recordings_know_what_the_host_spends_on_copies():
+    replays, offload = GraphReplays(CpuRecorder()), types.SimpleNamespace(spent=HostTime())
+    accounting(replays=replays)
+    assert replays.copying is not offload.spent
+    accounting(replays=replays, offload=offload)
+    assert replays.copying is offload.spent
+    graph = replays.forward(lambda given: [given[0] + 1], handed=1)
+    graph([torch.ones(2)])
+    assert next(iter(graph.clocks.values())).copying is offload.spent
 
 
 def test_what_others_hold_is_not_allowed(bounds_all):
@@ -263,7 +282,7 @@ def test_a_step_that_needs_more_is_measured():
     assert memory.surplus == 600 + 650 and memory.slack == 100
     progress.begin(memory, admitted())
     assert memory.surplus == 600 + 650, "no new peak"
-    memory.recordings.replays = types.SimpleNamespace(bytes=40)
+    memory.recordings.replays = types.SimpleNamespace(bytes=40, buffered=0)
     gauge.most, gauge.held = 1000, memory.allowed()
     progress.begin(memory, admitted(peak=900))
     assert memory.surplus == 600 + 650 + 60 and not progress.exceeded

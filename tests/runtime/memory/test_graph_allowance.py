@@ -23,9 +23,10 @@ class Fake(types.SimpleNamespace):
 
     recorder = types.SimpleNamespace(device="cpu")
     allowance = None
+    buffered = 0
 
     def forget(self):
-        self.bytes = 0
+        self.bytes = self.buffered = 0
 
 
 def recordings(nbytes=0):
@@ -118,6 +119,33 @@ def test_beside_copies_to_the_host_nothing_is_recorded():
     assert made.bytes == 50
     made.allow(admitted(choose(STACKS, 300), 300))
     assert made.bytes == 0, "a plan that keeps the same values, on the host, runs the graphs that are recorded"
+
+
+def test_what_inputs_are_copied_to_is_of_recordings_too():
+    """It stays from step to step, and else would count as others' memory, for which plans are made anew."""
+    made = recordings(nbytes=150)
+    made.replays.buffered, made.replays.saved_bytes = 60, lambda: 30
+    assert (made.bytes, made.saved) == (210, 90)
+    assert made.make_way(1000, 1200) and (made.bytes, made.saved) == (0, 30)
+
+
+@pytest.mark.parametrize(
+    "sizes, weighed",
+    [
+        ([8, 8, 8], True),
+        ([8, 8], False),
+        ([8, 8, 8, 8, 3], True),  # the last batch of the data is smaller
+        ([8, 6, 7, 8, 6, 7], False),
+        ([8, 8, 6, 6, 7, 7], False),  # half of the steps would run unrecorded, and record
+    ],
+)
+def test_no_plan_is_weighed_for_recordings_where_sizes_change(sizes, weighed):
+    made = recordings()
+    made.replays.saving = lambda tokens: 40.0 + tokens
+    for tokens in sizes:
+        made.begin(tokens)
+        assert made.replays.tokens == tokens
+    assert made.saving(8) == (48.0 if weighed else 0.0)
 
 
 def test_recordings_of_plans_that_are_followed_no_more_are_dropped():

@@ -15,6 +15,7 @@ from tests.support.memory.copiers import LateCopier, Recorder
 from tests.support.memory.copy_engine import HostCopyEngine
 from tests.support.memory.offload_stack import Stack, empty, files, inputs, make_offload, offloaded, plain, run, wrap
 from tunecompile.errors import ModifiedInPlace
+from tunecompile.runtime.cuda_graphs import launch_bound
 from tunecompile.runtime.memory.host.pinned_pool import GRANULE
 from tunecompile.runtime.memory.offload import Offload, _give_back
 
@@ -32,6 +33,18 @@ def test_gradients_are_the_same(ahead, keep_last):
         stayed = report["bytes_out"] - report["bytes_back"]  # of the last call, unless even that is waited for
         assert (stayed > 0 if ahead else stayed >= 0) and report["bytes_back"] > 0 and not report["refusals"]
         assert empty(offload)
+
+
+def test_the_hosts_time_for_copies_is_counted(monkeypatch):
+    """Once a layer before and after it, and once a value that it saves; not what layers compute meanwhile."""
+    now = iter(range(10**6))
+    monkeypatch.setattr(launch_bound, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    offload, packed = make_offload(), []
+    pack = offload._pack
+    monkeypatch.setattr(offload, "_pack", lambda *given: packed.append(1) or pack(*given))
+    stack = offloaded(offload)
+    stack(inputs(0))
+    assert packed and offload.spent.seconds == 2 * len(stack.layers) + len(packed)
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,7 @@ def test_room_is_made_for_what_the_plan_leaves():
     kept = types.SimpleNamespace(bytes=0, moves=[], matrices=[1], release=lambda: done.append("release"))
     replays = types.SimpleNamespace(
         bytes=0,
+        buffered=0,
         recorder=types.SimpleNamespace(device="cpu"),
         saved_bytes=lambda: 0,
         saving=lambda tokens: 0.0,
@@ -269,17 +270,18 @@ def test_plans_are_weighed_again_where_recordings_would_save_much_more_than_was_
     saving, dropped = [0.0], []
     replays = types.SimpleNamespace(
         bytes=7,
+        buffered=0,
         saved_bytes=lambda: 0,
         recorder=types.SimpleNamespace(device="cpu"),
         saving=lambda tokens: saving[0],
         forget=lambda: dropped.append(saving[0]),
     )
     made, counts = planner(8000, replays=replays), []
-    for saving[0] in (0.0, 2e-9, 2.5e-9, 1e9, 1.2e9):
+    for saving[0] in (0.0, 0.0, 2e-9, 2.5e-9, 1e9, 1.2e9):
         made.begin()
         step(made)
         counts.append(made.plans)
-    assert counts == [1, 2, 2, 3, 3], "once more for 2, and for 1e9"
+    assert counts == [1, 1, 2, 2, 3, 3], "once more for 2, and for 1e9"
     assert made.admitted.saving == 1e9 and dropped == [1e9] and made.admitted.records_all
 
 
@@ -292,6 +294,7 @@ def test_a_full_device_has_what_recordings_took():
         saving=lambda tokens: 0.0,
         forget=lambda: dropped.append(setattr(replays, "bytes", 0)),
         bytes=0,
+        buffered=0,
     )
     for room in (TIGHT, 100):
         made = planner(room, replays=replays)

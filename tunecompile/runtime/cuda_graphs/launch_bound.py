@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,12 +21,27 @@ OCCUPIED = 4  #: times as long as the host launches a call, the device is busy w
 WAITING = 1.2
 
 
+@dataclass
+class HostTime:
+    """What the host spends on one kind of work."""
+
+    seconds: float = 0.0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """A context for such work."""
+        begun = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - begun
+
+
 @dataclass(frozen=True)
 class TimedCall:
     """One call that was timed."""
 
     pass_: int  #: the same for calls of one forward pass
     begun: float  #: seconds
+    copying: float  #: seconds that the host had spent on copies of saved tensors by then
     host: float  #: milliseconds until all was launched
     begin: Any  #: marks in the device's work
     end: Any
@@ -39,15 +55,16 @@ class Clock:
     1.13 on both, for 0.90 replayed.)
     """
 
-    def __init__(self, recorder: Recorder, loads: bool = True, tokens: int = 0):
+    def __init__(self, recorder: Recorder, loads: bool = True, tokens: int = 0, copying: HostTime | None = None):
         self.recorder = recorder
+        self.copying = copying or HostTime()  #: on copies of saved tensors: recordings have none
         self.tokens = tokens  #: of the calls that it times; 0 where that does not matter
         self.loads = loads  #: whether no other shape ran the graph's kernels before
         self.calls: list[TimedCall] = []
         #: whether the timed step may be the first, in which the host has more to do: only a "no" counts from it
         self.first = loads
         self.waiting: bool | None = None  #: whether the layer is launch-bound; None until that is known
-        #: the host's milliseconds to launch a call, and from one call to the next, if kernels wait for it
+        #: the host's milliseconds to launch a call, and from one to the next but for copies, if kernels wait for it
         self.launching = self.span = 0.0
         self.probes: list[tuple[Any, Any]] = []  #: marks around calls whose kernels did not wait
         self.computing: float | None = None  #: the device's milliseconds a call, where kernels do not wait
@@ -60,19 +77,27 @@ class Clock:
         begun, begin = time.perf_counter(), self.recorder.mark(device)
         result = run(inputs)
         end = self.recorder.mark(device)
-        self.calls.append(TimedCall(pass_, begun, (time.perf_counter() - begun) * 1e3, begin, end))
+        self.calls.append(
+            TimedCall(pass_, begun, self.copying.seconds, (time.perf_counter() - begun) * 1e3, begin, end)
+        )
         return result
 
     def decide(self) -> bool:
         """Whether recording pays; False as long as that is not known."""
         if self.waiting is None and len(self.calls) > SAMPLES:
             calls = self.calls[1:]
-            spans = [((b.begun - a.begun) * 1e3, a.begin, b.begin) for a, b in pairwise(calls) if a.pass_ == b.pass_]
-            spans = spans or [(call.host, call.begin, call.end) for call in calls]  # a layer alone
-            device = [ms for _, begin, end in spans if (ms := self.recorder.elapsed(begin, end)) is not None]
+            spans = [
+                ((b.begun - a.begun) * 1e3, (b.copying - a.copying) * 1e3, a.begin, b.begin)
+                for a, b in pairwise(calls)
+                if a.pass_ == b.pass_
+            ]
+            spans = spans or [(call.host, 0.0, call.begin, call.end) for call in calls]  # a layer alone
+            device = [ms for *_, begin, end in spans if (ms := self.recorder.elapsed(begin, end)) is not None]
             if len(device) == len(spans):
-                span = min(host for host, *_ in spans)
-                self._conclude(min(device) < WAITING * span, min(call.host for call in calls), span)
+                waiting = min(device) < WAITING * min(host for host, *_ in spans)
+                self._conclude(
+                    waiting, min(call.host for call in calls), min(host - copying for host, copying, *_ in spans)
+                )
         return bool(self.waiting)
 
     def _conclude(self, waiting: bool, launching: float, span: float) -> None:

@@ -28,7 +28,7 @@ from tunecompile.notes import Note, note
 from tunecompile.runtime.cuda_graphs import launch_bound
 from tunecompile.runtime.cuda_graphs.allowance import Allowance
 from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
-from tunecompile.runtime.cuda_graphs.launch_bound import Clock
+from tunecompile.runtime.cuda_graphs.launch_bound import Clock, HostTime
 from tunecompile.runtime.cuda_graphs.pool import MAX_TRIES, RecordingPool
 from tunecompile.runtime.cuda_graphs.recording import LayerInputs, Recording, ShapeSlot, identity
 
@@ -56,7 +56,9 @@ class GraphReplays:
         self.passes = 0  #: told apart by the backwards between them
         self.allowance: Allowance | None = None  #: by the plan of memory; None where there is none
         self.bytes = 0  #: that recordings made the process take from the device
+        self.buffered = 0  #: bytes beside these that inputs are copied to, of all shapes
         self.tokens = 0  #: of the step; 0 where no plan of memory depends on it
+        self.copying = HostTime()  #: on copies of saved tensors
 
     @property
     def device(self) -> str:
@@ -78,7 +80,7 @@ class GraphReplays:
         self.owners.clear()
         self.buffers.clear()
         self.recorder.forget()
-        self.bytes = 0
+        self.bytes = self.buffered = 0
 
     @property
     def closed(self) -> bool:
@@ -192,7 +194,8 @@ class GraphReplays:
         """A buffer for an input, shared by all layers: its values are used up before the next layer runs."""
         key = (id(graph), position, tuple(like.shape), like.stride(), like.dtype, like.device)
         if key not in self.buffers:
-            self.buffers[key] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            self.buffers[key], self.buffered = made, self.buffered + made.nbytes
         return self.buffers[key]
 
 
@@ -253,7 +256,8 @@ class Forward:
         shape = tuple(value for value in inputs if not isinstance(value, Tensor))  # the sizes that are symbols
         clock = self.clocks.get(shape)
         if clock is None:
-            clock = self.clocks[shape] = Clock(self.shared.recorder, not self.clocks, self.shared.tokens)
+            shared = self.shared
+            clock = self.clocks[shape] = Clock(shared.recorder, not self.clocks, shared.tokens, shared.copying)
         self.shared.clock = clock
         if clock.waiting is False:
             return self.run(inputs)

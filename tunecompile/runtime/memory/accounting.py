@@ -82,6 +82,8 @@ class MemoryAccounting:
     def __post_init__(self) -> None:
         self.limit = budget_bytes(self.spec, self.gauge)
         self.recordings = Recordings(self.replays, self.device)
+        if self.replays is not None and self.offload is not None:
+            self.replays.copying = self.offload.spent
         self.shards = Shards()
 
     def allowed(self) -> int:

@@ -24,6 +24,9 @@ class Recordings:
     replays: GraphReplays | None
     device: torch.device
     dropped: int = 0  #: how often they were dropped for a step of another shape, or since the device was full
+    tokens: int = 0  #: of the last step
+    steps: int = 0
+    again: int = 0  #: steps on as many tokens as the one before
 
     @property
     def made(self) -> bool:
@@ -33,21 +36,26 @@ class Recordings:
     @property
     def bytes(self) -> int:
         """Bytes that they made the process take from the device."""
-        return self.replays.bytes if self.replays is not None else 0
+        return self.replays.bytes + self.replays.buffered if self.replays is not None else 0
 
     @property
     def saved(self) -> int:
         """Bytes of these that are in tensors between steps: the others are scratch."""
-        return self.replays.saved_bytes() if self.replays is not None else 0
+        return self.replays.saved_bytes() + self.replays.buffered if self.replays is not None else 0
 
     def begin(self, tokens: int) -> None:
         """Before the first layer of a step on so many tokens."""
+        self.steps, self.again, self.tokens = self.steps + 1, self.again + (tokens == self.tokens), tokens
         if self.replays is not None:
             self.replays.tokens = tokens
 
     def saving(self, tokens: int) -> float:
-        """Milliseconds that they save of the forwards of a step on so many tokens, as far as is known by now."""
-        return self.replays.saving(tokens) if self.made else 0.0
+        """Milliseconds that they save of the forwards of a step on so many tokens, as far as is known by now.
+
+        0 where most steps are of another size than the one before: layers are hardly ever replayed then, and no plan is
+        made slower for that. (DPO of an 8B within 10.7 GiB: 930 ms a step for 780, and 48 s to compile it.)
+        """
+        return self.replays.saving(tokens) if self.made and 2 * self.again > self.steps else 0.0
 
     def allow(self, made: AdmittedPlan) -> None:
         """Let recordings take the room that this plan leaves them.

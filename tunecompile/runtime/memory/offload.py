@@ -27,6 +27,7 @@ from tunecompile._torch.autograd import plain_tensors, saving_is_taken
 from tunecompile._torch.fake_tensors import StorageWeakRef
 from tunecompile.errors import ModifiedInPlace
 from tunecompile.planner.solver import AHEAD
+from tunecompile.runtime.cuda_graphs.launch_bound import HostTime
 from tunecompile.runtime.memory.host.disk_store import BlockStore, Disk, StoredBlock
 from tunecompile.runtime.memory.host.pinned_pool import (
     CopyEngine,
@@ -150,6 +151,7 @@ class Offload:
         )  #: of each call, copied out and not yet freed on the device
         self.outliving: dict[int, StorageWeakRef] = {}
         self.number = 0
+        self.spent = HostTime()  #: in forwards
         self.reached: int | None = None  #: the call that the backward pass is in
         self._forget_step()
         weakref.finalize(
@@ -180,13 +182,15 @@ class Offload:
             self.refusals[why_not] += 0
             yield
             return
-        self._sweep()
-        self._free(all_but=min(1, self.ahead))
-        self.number += 1
-        call = self.calls[self.number] = LayerCall(self.number, index, module, offloads)
+        with self.spent.counted():
+            self._sweep()
+            self._free(all_but=min(1, self.ahead))
+            self.number += 1
+            call = self.calls[self.number] = LayerCall(self.number, index, module, offloads)
         with torch.autograd.graph.saved_tensors_hooks(partial(self._pack, call), self._unpack):
             yield
-        self._send(call)
+        with self.spent.counted():
+            self._send(call)
 
     def begin_step(self) -> None:
         """At the model's entry: drop copies on the device that no backward used, and begin all counts anew.
@@ -235,8 +239,9 @@ class Offload:
     def _pack(self, call: LayerCall, tensor: Tensor) -> Any:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return tensor
-        block = self._block(call, tensor) if self._goes(call, tensor) else None
-        return ResidentTensor(call, tensor) if block is None else SavedHandle(call, block, tensor)
+        with self.spent.counted():
+            block = self._block(call, tensor) if self._goes(call, tensor) else None
+            return ResidentTensor(call, tensor) if block is None else SavedHandle(call, block, tensor)
 
     def _goes(self, call: LayerCall, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()

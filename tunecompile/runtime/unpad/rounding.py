@@ -30,7 +30,7 @@ from tunecompile.runtime.unpad.masks.given import MASK, hidden_in
 from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 
-SIZES = 3  #: from so many different ones on they are rounded; a loop has a second one at the end of its data
+SIZES = 12  #: from so many different ones on they are rounded; a loop has a second one at the end of its data
 STAYS = 3  #: calls that one size has come as it is, in which it was recorded
 PARTS = 8  #: of the numbers between a power of two and the next: at most one part, or a multiple, is filled up
 #: times the largest size whose launches are known to be waited for; a larger one comes as it is, and tells
