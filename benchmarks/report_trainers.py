@@ -39,7 +39,8 @@ def render_trainers(folder: Path = RESULTS) -> str:
 
 
 def _rows(runs: list[dict[str, Any]]) -> list[list[str]]:
-    ours = {run["trainer"]: run for run in runs if run["system"] == "tunecompile"}
+    budgeted = {run["trainer"]: run for run in runs if run["system"].startswith("tunecompile@")}
+    ours = budgeted | {run["trainer"]: run for run in runs if run["system"] == "tunecompile"}
     rows = []
     for run in sorted(runs, key=lambda run: (run["trainer"], run["tokens_per_s"])):
         best = ours.get(run["trainer"])
