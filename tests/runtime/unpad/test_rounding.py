@@ -13,14 +13,14 @@ from tests.support.batches import padded
 from tests.support.compare import assert_close, equal_bits
 from tests.support.models.pairs import pair
 from tests.support.notes import fell_back, has
-from tests.support.rounding import Shapes, waited_for
+from tests.support.rounding import SIZES, Shapes, waited_for
 from tunecompile.compiler.token_wise import NotTokenWise
 from tunecompile.notes import note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.owner_call import OwnerCall
-from tunecompile.runtime.unpad.rounding import PARTS, SIZES, STAYS, Rounding, rounded_up
+from tunecompile.runtime.unpad.rounding import PARTS, STAYS, Rounding, rounded_up
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -81,6 +81,16 @@ def test_a_size_that_was_recorded_stays_as_it_is(shapes):
     follow(ours, plain, [20, 20, 24, 26, 20, 24, 28])
     found = [shapes.calls(shape) // len(ours.model.layers) for shape in ((2, 20, 64), (2, 24, 64), (1, 64, 64))]
     assert found == [3, 2, 2]
+
+
+def test_ten_sizes_that_recur_stay_as_they_are(monkeypatch):
+    """They are recorded one by one; rounded they would need other attention, which is slower, and be compiled once more."""
+    monkeypatch.undo()
+    made = Rounding(None, tuple, None, GraphReplays())
+    made.waits = 1 << 20
+    assert not any(made._pays((2, length), 40) for _ in range(STAYS) for length in LENGTHS)
+    found = [made._pays((2, length), 40) for length in (101, 102, 103)]
+    assert found == [False, True, True] and not made._pays((2, LENGTHS[0]), 40), "what was recorded"
 
 
 def test_sizes_that_came_often_before_it_was_known_that_launches_are_waited_for():
