@@ -22,7 +22,6 @@ EDGE = "copies take as long as what hides them: at the edge of two plans, where 
 OUTSIDE = {
     ("budgets", "tunecompile@8.6GiB", "4x2048"): EDGE,
     ("llama-3.2-1b-qlora-2x512", "tunecompile", "2x512"): GRAPHS,
-    ("qwen3-30b-a3b-qlora-rank-8-1x2048", "tunecompile@24GiB", "1x2048"): HOST,
     ("qwen3-30b-a3b-qlora-4x2048", "tunecompile", "4x2048"): FULL,
     ("batches-10gib", "tunecompile@10GiB", "1x512"): HOST,
     ("batches-10gib", "tunecompile@10GiB", "2x512"): CHAIN,
