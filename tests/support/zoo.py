@@ -278,6 +278,8 @@ def in_fp32(model: nn.Module) -> nn.Module:
     """A copy in fp32; 4-bit weights are replaced by the values they stand for."""
     import copy
 
+    from tunecompile.integrations.bitsandbytes import values_of
+
     clone = copy.deepcopy(model)
     try:
         import bitsandbytes as bnb
@@ -289,7 +291,7 @@ def in_fp32(model: nn.Module) -> nn.Module:
                 linear = nn.Linear(
                     child.in_features, child.out_features, bias=child.bias is not None, device=child.weight.device
                 )
-                weight = bnb.functional.dequantize_4bit(child.weight.data, child.weight.quant_state).float()
+                weight = values_of(child.weight, child.weight.quant_state).float()
                 linear.weight = nn.Parameter(weight, requires_grad=False)
                 if child.bias is not None:
                     linear.bias = nn.Parameter(child.bias.data.float(), requires_grad=False)

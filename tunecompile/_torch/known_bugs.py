@@ -124,7 +124,8 @@ FLA_ON_HOPPER = Fault(
 BLOCKS_ACROSS_ROWS = Fault(
     "bitsandbytes",
     "on CPUs with AVX512 a block of 4-bit codes that goes on in the next row gets that row's scale",
-    "Rows that no block divides are dequantised by the op's own reference",
+    "Rows that no block divides are dequantised by the op's own reference, and for references and exports as rows of a "
+    "block each",
 )
 
 DEQUANTIZED_IN_FP64 = Fault(

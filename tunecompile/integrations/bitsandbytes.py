@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,3 +116,16 @@ def from_4_bits(weight: Tensor, state: Any) -> Tensor:
     args = (packed, state.absmax, *outer, rows, columns, state.blocksize, state.quant_type, state.dtype)
     value = dequantize_4bit(*args) if torch.compiler.is_compiling() else dequantize_4bit.choose(args).run(*args)
     return value if len(state.shape) == 2 else value.view(state.shape)
+
+
+def values_of(weight: Tensor, state: Any) -> Tensor:
+    """The values that the codes of a 4-bit weight of any shape represent.
+
+    They are computed by bitsandbytes, so that ops can be judged by them. A block is a row here
+    (known_bugs.BLOCKS_ACROSS_ROWS), or all is one row where the last block is not full.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    by_block, size = copy.copy(state), math.prod(state.shape)
+    by_block.shape = torch.Size((size,) if size % state.blocksize else (size // state.blocksize, state.blocksize))
+    return dequantize_4bit(weight.data.reshape(-1, 1), by_block).reshape(state.shape)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tunecompile._torch.autograd import plain_functions
 from tunecompile._torch.modules import linear, reparametrized
 from tunecompile.errors import CannotVerify, summary
+from tunecompile.integrations.bitsandbytes import values_of
 from tunecompile.integrations.packed_experts.stacks import set_dtype
 from tunecompile.integrations.registered.names import unregistered
 from tunecompile.integrations.transformers import without_cache
@@ -230,13 +231,15 @@ class _Dequantized(nn.Module):
 
     def __init__(self, module: nn.Module, dtype: torch.dtype):
         super().__init__()
-        self.weight, self.bias, self.dtype = module.weight, module.bias, dtype
+        self.packed, self.bias, self.dtype = module.weight, module.bias, dtype
         self.in_features, self.out_features = module.in_features, module.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantised values, for whoever else reads them: PEFT takes their norm (DoRA)."""
+        with plain_functions():  # `Float64` would request fp64: known_bugs.DEQUANTIZED_IN_FP64
+            return values_of(self.packed, self.packed.quant_state).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product with the dequantised weight."""
-        import bitsandbytes as bnb
-
-        with plain_functions():  # `Float64` would request fp64: known_bugs.DEQUANTIZED_IN_FP64
-            weight = bnb.functional.dequantize_4bit(self.weight.data, self.weight.quant_state).to(self.dtype)
-        return linear(x, weight, None if self.bias is None else self.bias.to(self.dtype))
+        return linear(x, self.weight, None if self.bias is None else self.bias.to(self.dtype))

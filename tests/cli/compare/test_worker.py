@@ -10,6 +10,7 @@ import torch
 
 import tunecompile
 from tests.support.comparisons import run as made_up
+from tests.support.models import packed
 from tunecompile.cli.compare import meters, models, processes, worker
 from tunecompile.cli.compare.judge import Check
 from tunecompile.cli.compare.processes import LEFT_OUT, Worker, run_workers
@@ -180,6 +181,14 @@ def test_the_reference_holds_the_dequantised_values(quantised):
     weight = quantised.get_submodule(path).weight
     assert held.dtype == torch.float64
     assert torch.equal(held.float(), bnb.functional.dequantize_4bit(weight.data, weight.quant_state))
+
+
+def test_rows_that_share_a_block_have_their_values_in_the_reference():
+    """On a CPU with AVX512 bitsandbytes gives such rows each other's scales."""
+    model, dense = packed.exact_pair()
+    path = "base_model.model.model.layers.0.mlp.down_proj.base_layer"
+    held = models.to_reference(model, torch.float64).get_submodule(path).weight
+    assert torch.equal(held, dense.get_submodule(path).weight.double())
 
 
 def test_the_reference_computes_in_fp64_where_model_code_asks_for_fp32():

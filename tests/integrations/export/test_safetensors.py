@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM
 import tunecompile
 from tests.support import zoo
 from tests.support.files import distance, logits
+from tests.support.models.packed import exact
 from tunecompile.errors import CannotMerge
+from tunecompile.integrations.export.merge import dequantized
 
 pytest.importorskip("peft")
 
@@ -122,6 +124,17 @@ def test_several_adapters(tmp_path):
     model.merge_adapter()
     tunecompile.save_merged(model, tmp_path / "merged", dtype="float32")
     torch.testing.assert_close(logits(loaded(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_share_a_block():
+    """On a CPU with AVX512 bitsandbytes gives such rows each other's scales. A last block may have fewer codes."""
+    pytest.importorskip("bitsandbytes")
+    for rows, columns in ((6, 32), (3, 24)):
+        linear = nn.Linear(columns, rows)
+        linear.weight.data.copy_(exact(rows, columns))
+        expected = linear.weight.clone()
+        (made,) = zoo.quantize(nn.Sequential(linear), double=False)
+        assert torch.equal(dequantized(made, "it").weight, expected)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "8 bit"])

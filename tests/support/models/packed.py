@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import tunecompile
 from tests.support import zoo
+from tunecompile.integrations.bitsandbytes import values_of
+from tunecompile.ops.nf4 import CODES
 
 PARTS = ("gate_up_proj", "down_proj")
 OVER = [f"mlp.experts.{part}" for part in PARTS]
@@ -76,9 +78,33 @@ def _linears_in_4bit(packed: nn.Module, dense: nn.Module) -> nn.Module:
         if isinstance(module, bnb.nn.Linear4bit):
             if module.weight.quant_state is None:  # on a CPU, linears are quantised when they are first called
                 module(torch.zeros(1, module.in_features))
-            weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-            dense.get_submodule(name).weight.data.copy_(weight)
+            dense.get_submodule(name).weight.data.copy_(values_of(module.weight, module.weight.quant_state))
     return packed
+
+
+def exact(rows: int, columns: int, seed: int = 0) -> Tensor:
+    """A weight that NF4 keeps as it is: its levels, times powers of two that differ from block to block."""
+    generator, levels = torch.Generator().manual_seed(seed), torch.tensor(CODES["nf4"])
+    codes = torch.randint(16, (-(-rows * columns // 64), 64), generator=generator)
+    codes[:, 0] = 15  # the level 1: a block's scale is its greatest value
+    scales = torch.randint(-6, -1, (len(codes), 1), generator=generator).float().exp2()
+    return (levels[codes] * scales).reshape(-1)[: rows * columns].reshape(rows, columns)
+
+
+def exact_pair(**adapter) -> tuple[nn.Module, nn.Module]:
+    """(A model of one layer in NF4 whose rows no block divides, a dense one that never was in 4 bits), same values."""
+    dense = zoo.make("llama", num_hidden_layers=1, hidden_size=96, intermediate_size=160)
+    for name, module in dense.named_modules():
+        if type(module) is nn.Linear and name != "lm_head":
+            module.weight.data.copy_(exact(*module.weight.shape))
+    packed = zoo.adapt(zoo.quantize(copy.deepcopy(dense), double=False), **adapter).train()
+    dense = zoo.adapt(dense, **adapter).train()
+    trained = dict(dense.named_parameters())
+    with torch.no_grad():
+        for name, value in packed.named_parameters():
+            if value.requires_grad:  # DoRA begins with norms of what it reads
+                value.copy_(trained[name])
+    return packed, dense
 
 
 def stack(model: nn.Module, name: str) -> Tensor:

@@ -17,6 +17,7 @@ from tunecompile.cli.compare.shapes import build_shape_model
 from tunecompile.cli.compare.spec import REFERENCE, Job
 from tunecompile.errors import ModelNotFound
 from tunecompile.estimate.known_shapes import SHAPES, lora_targets
+from tunecompile.integrations.bitsandbytes import values_of
 from tunecompile.runtime.find_layers import find_layers
 from tunecompile.verification.reference_model import Float64
 
@@ -239,7 +240,7 @@ def to_reference(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
         for path, module in list(model.named_modules()):
             if isinstance(module, bnb.nn.Linear4bit):
-                values = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+                values = values_of(module.weight, module.weight.quant_state)
                 plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
                 plain.weight = nn.Parameter(values.to(dtype), requires_grad=False)
                 plain.bias = module.bias

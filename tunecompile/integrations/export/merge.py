@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS
 from tunecompile.errors import CannotMerge, summary
-from tunecompile.integrations.bitsandbytes import is_packed
+from tunecompile.integrations.bitsandbytes import is_packed, values_of
 from tunecompile.integrations.packed_experts.stacks import is_partly_packed, packed_stacks, plain_copy
-from tunecompile.ops.nf4 import dequantize_4bit
 
 ELSEWHERE = "save the adapter (model.save_pretrained), and merge it in a new process: tunecompile merge"
 
@@ -164,7 +162,7 @@ def dequantized(linear: nn.Module, name: str) -> nn.Linear:
             raise CannotMerge(reason=f"{name} is not quantised yet: move the model to its device first")
         value = bnb.functional.int8_vectorwise_dequant(weight.data, scale.to(weight.device))
     else:
-        value = _from_4bit(bnb, weight, name)
+        value = _from_4bit(weight, name)
     plain = nn.Linear(*reversed(value.shape), bias=linear.bias is not None, device="meta")
     plain.weight = nn.Parameter(value.cpu().float(), requires_grad=False)
     if linear.bias is not None:
@@ -172,7 +170,7 @@ def dequantized(linear: nn.Module, name: str) -> nn.Linear:
     return plain
 
 
-def _from_4bit(bnb: Any, weight: Any, name: str) -> Tensor:
+def _from_4bit(weight: Any, name: str) -> Tensor:
     state = weight.quant_state
     if state is None or is_packed(state):
         reason = (
@@ -181,17 +179,4 @@ def _from_4bit(bnb: Any, weight: Any, name: str) -> Tensor:
             else f"was repacked by bitsandbytes for evaluation on this CPU, which loses precision: {ELSEWHERE}"
         )
         raise CannotMerge(reason=f"{name} {reason}")
-    rows, columns = state.shape
-    if weight.is_cuda or columns % state.blocksize == 0 or not BLOCKS_ACROSS_ROWS.present:
-        return bnb.functional.dequantize_4bit(weight.data, state)
-    scales = (state.state2.code, state.state2.absmax, state.offset) if state.nested else (None, None, None)
-    return dequantize_4bit.reference(
-        weight.data.view(torch.uint8),
-        state.absmax,
-        *scales,
-        rows,
-        columns,
-        state.blocksize,
-        state.quant_type,
-        state.dtype,
-    )
+    return values_of(weight, state)
