@@ -88,6 +88,18 @@ def test_the_reference_has_the_values_that_codes_represent(adapter):
     assert all(gradient.dtype is torch.float64 for gradient in got.values())
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_experts_in_4_bits_in_double_precision(over):
+    """Of a model that is not optimized, whose stacks bitsandbytes dequantises: it refuses fp64."""
+    pytest.importorskip("bitsandbytes")
+    model, dense = packed.pair("qwen3_moe", adapted=over, num_hidden_layers=1)
+    (loss, true), batch = zoo.step(dense, zoo.batch()), zoo.batch()
+    with mode(torch.float64):
+        value, got = zoo.step(twin_of(model, torch.float64), batch)
+    assert abs(value - loss) < 1e-5
+    assert max(zoo.errors(packed.named(model, got), packed.named(dense, true), 1e-3).values()) < 1e-4
+
+
 def plant(monkeypatch, change):
     """A fault in what is lowered: `change(graph, product)` of the last matrix product of each backward."""
 

@@ -22,7 +22,8 @@ from tunecompile._torch.autograd import plain_functions
 from tunecompile._torch.modules import linear, reparametrized
 from tunecompile.errors import CannotVerify, summary
 from tunecompile.integrations.bitsandbytes import values_of
-from tunecompile.integrations.packed_experts.stacks import set_dtype
+from tunecompile.integrations.packed_experts.stacks import packed_stacks, set_dtype
+from tunecompile.integrations.peft_parametrize import trace_or_skip
 from tunecompile.integrations.registered.names import unregistered
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.runtime.find_layers import find_layers
@@ -215,8 +216,7 @@ def _widen(twin: nn.Module, inside: set[int], dtype: torch.dtype) -> None:
 
 def _dequantize(twin: nn.Module, dtype: torch.dtype) -> None:
     """Let 4-bit linears and experts compute with their dequantised values."""
-    for module in twin.modules():
-        set_dtype(module, dtype)
+    widen_stacks(twin, dtype)
     with contextlib.suppress(ImportError):
         import bitsandbytes as bnb
 
@@ -224,6 +224,18 @@ def _dequantize(twin: nn.Module, dtype: torch.dtype) -> None:
             if isinstance(module, bnb.nn.Linear4bit) and not list(module.children()):
                 parent, _, name = path.rpartition(".")
                 setattr(twin.get_submodule(parent), name, _Dequantized(module, dtype))
+
+
+def widen_stacks(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let 4-bit stacks of experts have their values in `dtype`, and all their adapters, whatever runs them.
+
+    bitsandbytes has no fp64 (known_bugs.DEQUANTIZED_IN_FP64), and PEFT leaves adapters out (ADAPTED_4_BIT_STACKS).
+    """
+    packed = [module for module in model.modules() if packed_stacks(module)]
+    for module in packed:
+        set_dtype(module, dtype)
+    if packed:
+        trace_or_skip(model)
 
 
 class _Dequantized(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tunecompile
+from tests.support import zoo
 from tests.support.comparisons import run as made_up
 from tests.support.models import packed
 from tunecompile.cli.compare import meters, models, processes, worker
@@ -189,6 +190,19 @@ def test_rows_that_share_a_block_have_their_values_in_the_reference():
     path = "base_model.model.model.layers.0.mlp.down_proj.base_layer"
     held = models.to_reference(model, torch.float64).get_submodule(path).weight
     assert torch.equal(held, dense.get_submodule(path).weight.double())
+
+
+@pytest.mark.parametrize("over", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_experts_in_4_bits_have_their_values_and_adapters_in_the_reference(over):
+    """bitsandbytes gives memory as it was in fp64, and PEFT leaves one of two adapters out."""
+    job = TINY.replace(model="mixture-tiny", layers=1, experts=over, dtype="float32")
+    model, reference = models.load_model(job), models.load_model(job.replace(system="reference"))
+    loss, got = zoo.step(tunecompile.optimize(model, executor="eager"), zoo.batch())
+    with models.precision(job.replace(system="reference")):
+        value, true = zoo.step(reference, zoo.batch())
+    assert value.dtype == torch.float64 and abs(value - loss) < 1e-5
+    assert len(true) == sum("lora_" in name for name, _ in model.named_parameters())
+    assert max(zoo.errors(got, true, 1e-3).values()) < 1e-4
 
 
 def test_the_reference_computes_in_fp64_where_model_code_asks_for_fp32():

@@ -19,7 +19,7 @@ from tunecompile.errors import ModelNotFound
 from tunecompile.estimate.known_shapes import SHAPES, lora_targets
 from tunecompile.integrations.bitsandbytes import values_of
 from tunecompile.runtime.find_layers import find_layers
-from tunecompile.verification.reference_model import Float64
+from tunecompile.verification.reference_model import Float64, widen_stacks
 
 
 def check_model(model: str) -> None:
@@ -151,6 +151,7 @@ def load_model(job: Job) -> nn.Module:
         model = add_adapter(model, job)
         if job.engine == REFERENCE:
             model = model.to(reference_dtype(job))
+            widen_stacks(model, reference_dtype(job))  # behind PEFT's wrappers, which it looks through
         model.config.use_cache = False
     set_initial_adapter(model, job.draw)
     return model
