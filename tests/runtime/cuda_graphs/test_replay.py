@@ -13,7 +13,7 @@ from tests.support import zoo
 from tests.support.memory.cpu_recorder import CpuRecorder
 from tests.support.models.pairs import of_plain_layers
 from tests.support.notes import find, has
-from tunecompile.runtime.cuda_graphs import launch_bound, replay
+from tunecompile.runtime.cuda_graphs import launch_bound, recorded_graph, replay
 from tunecompile.runtime.cuda_graphs.allowance import Allowance
 from tunecompile.runtime.model_state import state_of
 
@@ -181,13 +181,13 @@ def test_layers_are_recorded_in_the_order_they_run(pair, monkeypatch):
     """Saved values may lie in earlier recordings' scratch: whatever runs between a layer's forward and its backward must have been
     recorded after it. Here the first layer, which has a graph of its own, is ready later than the others."""
     model, _ = pair
-    replayed, asked, room = [], [], replay.Forward._room
+    replayed, asked, room = [], [], recorded_graph.Forward._room
 
     def late(self, shape, inputs):
         asked.append(self)
         return room(self, shape, inputs) and (self is not asked[0] or asked.count(self) > 3)
 
-    monkeypatch.setattr(replay.Forward, "_room", late)
+    monkeypatch.setattr(recorded_graph.Forward, "_room", late)
     inner = replay.Recording.replay
 
     def watch(self, inputs):
@@ -336,7 +336,7 @@ def test_shapes_come_and_go(pair):
     lengths = [16, 16, 16, 12, 12, 12, 12, 12, 16, 12, 8, 9, 10, 11, 16, 12, 8, 9, 10, 11] * 2
     for seed, length in enumerate(lengths):
         same(model, reference, lambda m: once(m, seed=seed, length=length))
-    assert 6 <= recorded(model) <= 2 * 6 * replay.MAX_SHAPES
+    assert 6 <= recorded(model) <= 2 * 6 * recorded_graph.MAX_SHAPES
 
 
 @pytest.mark.slow

@@ -143,3 +143,8 @@ def identity(value: Tensor) -> Any:
     """The object that is the same at every call. Of a matrix of weights that is its description
     (tunecompile/runtime/memory/weight_cache.py), since the weights hold its memory."""
     return getattr(value, "_matrix", value)
+
+
+def device_of(inputs: Sequence[Any]) -> torch.device:
+    """Where a graph's tensors lie."""
+    return next((value.device for value in inputs if isinstance(value, Tensor)), torch.device("cpu"))
