@@ -6,7 +6,8 @@ import torch
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tunecompile.planner.liveness import _member, extent
+from tunecompile.planner import liveness
+from tunecompile.planner.liveness import _member, extent, workspace
 
 N = 64
 SQUARE = N * N * 4
@@ -143,3 +144,23 @@ def test_what_a_kernel_reads_lives_until_its_call():
     call.replace_all_uses_with(early)
     graph.erase_node(call)
     assert extent(graph).peak == 2 * SQUARE
+
+
+def test_the_backward_of_attention_needs_more_than_its_results(monkeypatch):
+    """dq is summed in fp32, and dk and dv are there for each head of q where heads share keys. On a CPU it is not known."""
+
+    def attention(heads, name):
+        graph = Graph()
+        values = [torch.empty(2, count, 8, 4) for count in (4, 4, heads, heads)]
+        nodes = [graph.placeholder(f"x{i}") for i in range(4)]
+        for node, value in zip(nodes, values):
+            node.meta["val"] = value
+        return graph.call_function(getattr(torch.ops.aten, name).default, tuple(nodes))
+
+    forward, backward = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
+    assert workspace(attention(4, backward)) == 0
+    monkeypatch.setattr(liveness, "on_gpu", lambda tensor: True)
+    elements = 2 * 4 * 8 * 4
+    assert workspace(attention(4, backward)) == elements * (4 + 4)
+    assert workspace(attention(2, backward)) == elements * (4 + 3 * 4)
+    assert workspace(attention(4, forward)) == 0 == workspace(Graph().call_function(torch.ops.aten.mm.default, ()))

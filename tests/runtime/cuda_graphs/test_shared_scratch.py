@@ -180,3 +180,18 @@ def test_caches_are_given_back_before_a_recording_is_measured(layers):
         *("memory", "release", "memory", "record", "memory"),  # room; before and after
         *("memory", "memory", "record", "memory"),
     ]
+
+
+def test_what_a_graph_hands_through_is_the_callers_own():
+    """Its input itself, and a view of it: no copy, and not the recording's buffer, into which the next input is written."""
+    given, weight = torch.arange(6.0), torch.ones(2)
+    owner = replay.GraphReplays(CpuRecorder())
+    graph = owner.forward(lambda inputs: [inputs[0], inputs[0][2:4], inputs[1] * 2], handed=3)
+    made = owner.record(graph, graph.pool, [given, weight], {1}, 3)
+    assert made is not None and made.passed == {0: 0, 1: 0}
+    whole, part, double = made.replay([given, weight])
+    assert whole.data_ptr() == given.data_ptr() and part.data_ptr() == given[2:].data_ptr()
+    assert torch.equal(whole, given) and torch.equal(part, given[2:4])
+    later = torch.arange(6.0) + 10
+    again, *_ = made.replay([later, weight])
+    assert again.data_ptr() == later.data_ptr() and torch.equal(whole, torch.arange(6.0)) and torch.equal(double, 2 * weight)

@@ -17,7 +17,7 @@ from tests.support.memory.offload_stack import Stack, empty, files, inputs, make
 from tunecompile.errors import ModifiedInPlace
 from tunecompile.runtime.cuda_graphs import launch_bound
 from tunecompile.runtime.memory.host.pinned_pool import GRANULE
-from tunecompile.runtime.memory.offload import Offload, _give_back
+from tunecompile.runtime.memory.offload import Offload, SavedHandle, _give_back
 
 CPU = torch.device("cpu")
 
@@ -33,6 +33,16 @@ def test_gradients_are_the_same(ahead, keep_last):
         stayed = report["bytes_out"] - report["bytes_back"]  # of the last call, unless even that is waited for
         assert (stayed > 0 if ahead else stayed >= 0) and report["bytes_back"] > 0 and not report["refusals"]
         assert empty(offload)
+
+
+def test_what_comes_back_is_on_the_device_of_its_copy():
+    """Whatever torch makes tensors on by default."""
+    saved = torch.arange(12.0).view(3, 4).half()[1:, 1:]
+    handle = SavedHandle(None, SimpleNamespace(add=lambda tensor: 0), saved)
+    with torch.device("meta"):
+        found = handle.of(saved.clone(memory_format=torch.preserve_format).new_tensor(range(12)))
+    assert found.device.type == "cpu" and found.dtype == torch.half
+    assert torch.equal(found, saved) and found.stride() == saved.stride()
 
 
 def test_the_hosts_time_for_copies_is_counted(monkeypatch):

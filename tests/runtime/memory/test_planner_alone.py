@@ -285,6 +285,38 @@ def test_plans_are_weighed_again_where_recordings_would_save_much_more_than_was_
     assert made.admitted.saving == 1e9 and dropped == [1e9] and made.admitted.records_all
 
 
+def test_recordings_make_way_for_a_larger_batch():
+    """By what the plan needs for it; a batch of the same size leaves them."""
+    dropped = []
+    replays = types.SimpleNamespace(
+        bytes=5000,
+        buffered=0,
+        saved_bytes=lambda: 0,
+        recorder=types.SimpleNamespace(device="cpu"),
+        saving=lambda tokens: 0.0,
+        forget=lambda: dropped.append(1),
+    )
+    made = planner(30_000, replays=replays)
+    for tokens, count in ((TOKENS, 0), (TOKENS, 0), (int(1.1 * TOKENS), 0), (int(1.3 * TOKENS), 1)):
+        step(made, tokens)
+        assert len(dropped) == count, tokens
+    assert made.plans == 1 and 20_000 < made.admitted.choice.peak * 1.1 < 25_000 - 1500
+
+
+@pytest.mark.parametrize("steps, first", [(1, True), (2, False)])
+def test_the_optimizers_state_comes_with_the_first_step(steps, first, monkeypatch):
+    """Later on it is there, and counts among what others hold."""
+    asked, made = [], planner(ROOMY)
+    request = MemoryAccounting.request
+    monkeypatch.setattr(
+        MemoryAccounting, "request", lambda self, *given: asked.append(given[-1]) or request(self, *given)
+    )
+    for _ in range(steps):
+        made.begin()
+    made.plan_for(made.layers[0], "kind", TOKENS)
+    assert asked == [first]
+
+
 def test_a_full_device_has_what_recordings_took():
     """Where the smallest plan is followed, too."""
     dropped = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tunecompile.runtime.memory.recompute_call import RecomputeCall
+from tunecompile.runtime.memory.recompute_call import NotExact, RecomputeCall
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 from tunecompile.runtime.module_watch import ModuleSnapshot
 
@@ -90,3 +90,12 @@ def test_a_gradient_that_nobody_gave_reaches_nothing():
         assert each.tolist() == [expected] * 2
     call.sources, call.weights = [], []
     assert RecomputeCall._gradients(call, [torch.ones(2)]) == []
+
+
+def test_a_later_call_that_writes_to_a_list_of_the_callers_is_not_made_again():
+    """Its first call did not; what it appended is there, and a repetition would append it once more."""
+    call = looked_at(lambda layer, x: None)
+    call.containers = SimpleNamespace(written=True)
+    with pytest.raises(NotExact) as told:
+        call.join([torch.ones(3)])
+    assert told.value.reason.code == "write-in-place"
