@@ -194,4 +194,8 @@ def test_what_a_graph_hands_through_is_the_callers_own():
     assert torch.equal(whole, given) and torch.equal(part, given[2:4])
     later = torch.arange(6.0) + 10
     again, *_ = made.replay([later, weight])
-    assert again.data_ptr() == later.data_ptr() and torch.equal(whole, torch.arange(6.0)) and torch.equal(double, 2 * weight)
+    assert (
+        again.data_ptr() == later.data_ptr()
+        and torch.equal(whole, torch.arange(6.0))
+        and torch.equal(double, 2 * weight)
+    )
