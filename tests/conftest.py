@@ -152,6 +152,21 @@ def fresh_compiler(request):
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def own_environment():
+    """What a test leaves in the environment is gone behind it, also what a package left there: processes that later
+    tests start would have it. PEFT leaves CXX=gcc where BOFT's extension does not build, and Inductor's C++ linked by
+    that does not load.
+    """
+    before = dict(os.environ)
+    yield
+    for name in {*before, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+        elif os.environ.get(name) != before[name]:
+            os.environ[name] = before[name]
+
+
 @contextlib.contextmanager
 def own_graphs():
     """Inside, nothing is known of earlier compilations, and what is found out is forgotten behind it."""

@@ -66,6 +66,24 @@ def test_it_would_be_seen(code):
     assert shared(code)
 
 
+@pytest.fixture(scope="module")
+def environment():
+    """As it was before the tests that request it, and has to be behind them: their own fixtures end earlier."""
+
+    def seen():
+        return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+    before = seen()
+    yield
+    assert seen() == before, "tests that come later, and processes that they start, would have it"
+
+
+def test_what_a_test_leaves_in_the_environment_is_gone(environment):
+    """One name is new, one has another value, and one is missing."""
+    os.environ.update(TUNECOMPILE_LEFT="1", HF_HUB_OFFLINE=os.environ["HF_HUB_OFFLINE"] + "0")
+    del os.environ["TOKENIZERS_PARALLELISM"]
+
+
 @pytest.mark.skipif("TORCH_TRACE" in os.environ, reason="somebody reads it")
 def test_nobody_listens_to_torchs_structured_trace():
     """It would have each graph of each test as text."""
