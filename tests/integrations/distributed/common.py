@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -110,7 +111,9 @@ def resumed(wrap: Callable[[nn.Module], nn.Module], rank: int, ranks: int, saved
         return [loss.item() for loss in losses]
 
     whole = run(0, count)
-    assert run(0, saved) + run(saved, count) == whole and len(set(whole)) == count
+    # to the bit where two ranks sum: DDP's first buckets are other ones than those of later steps, and so is the order of more sums
+    expected = whole if ranks == 2 else pytest.approx(whole, rel=1e-6)
+    assert run(0, saved) + run(saved, count) == expected and len(set(whole)) == count
 
 
 def steps(ours: nn.Module, one: nn.Module, rank: int, ranks: int, count: int = 2) -> None:

@@ -155,7 +155,7 @@ def one_rank_begins_its_batch_again(rank, ranks):
         made = optimized(build(mixes))
         ours, eager = DistributedDataParallel(made), DistributedDataParallel(build(mixes))
         for seed in range(3):
-            inputs = part(batch(seed), rank, ranks)
+            inputs = part(batch(seed, rows=2 * ranks), rank, ranks)
             mask = inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
             mask[1, 24 if rank else 18 :] = 0
             inputs["labels"] = inputs["labels"].masked_fill(mask == 0, -100)

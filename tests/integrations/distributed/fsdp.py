@@ -66,7 +66,7 @@ def one_rank_pads_or_packs(rank, ranks):
 
     ours, eager = _sharded(optimized(build())), _sharded(build())
     for packs in (False, True):
-        inputs = part(batch(), rank, ranks)
+        inputs = part(batch(rows=2 * ranks), rank, ranks)
         if packs:
             length = 10 if rank == 0 else 24
             inputs["position_ids"] = (torch.arange(24, device=DEVICE) % length).repeat(2, 1)
