@@ -14,6 +14,7 @@ import torch.distributed as dist
 import tunecompile
 from tests.integrations.distributed.ranks import slow
 from tests.support.memory.full_device import Tiny, loss
+from tests.support.notes import fell_back
 from tunecompile.compiler import compile_cache
 
 
@@ -54,9 +55,11 @@ def compiled_once(rank, ranks):
     os.environ[compile_cache.FOLDER] = str(folder)
     torch._dynamo.utils.counters.clear()
     try:
-        loss(tunecompile.optimize(Tiny().train())).backward()
+        made = tunecompile.optimize(Tiny().train())
+        loss(made).backward()
         found, counted = [None] * ranks, torch._dynamo.utils.counters["inductor"]
         dist.all_gather_object(found, (counted["fxgraph_cache_miss"], counted["fxgraph_cache_hit"]))
+        assert not fell_back(made), tunecompile.report(made)  # what no compiler takes is a miss on all ranks, too
         assert sorted(found) == [(0, 2), (2, 0)], found
     finally:
         os.environ.pop(compile_cache.FOLDER)
