@@ -1,5 +1,6 @@
 """Passes of installed packages: found, used and reported by name; what is wrong with one is told, and costs that package alone."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -273,3 +274,22 @@ def test_compiled_code_depends_on_the_package_s_source(install):
         sys.modules.pop("providers", None)
         keys.append(key())
     assert len(set(keys)) == 4
+
+
+def test_the_hash_of_a_module_is_of_its_whole_package(monkeypatch, tmp_path):
+    """Compiled code comes from a cache only while no file of the package changed, wherever its passes are."""
+    package = tmp_path / "a_package"
+    (package / "inner").mkdir(parents=True)
+    for file in ("__init__.py", "helpers.py", "inner/__init__.py", "inner/made.py"):
+        (package / file).write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("a_package.inner.made")
+    before = plugins.digest("a_package.inner.made")
+    for file in ("helpers.py", "inner/made.py"):
+        (package / file).write_text("changed = True")
+        assert before != (before := plugins.digest("a_package.inner.made"))
+    assert before == plugins.digest("a_package") == plugins.digest("a_package.inner")
+    (package / "helpers.py").rename(package / "helper.py")
+    assert before != plugins.digest("a_package"), "names count"
+    for name in ("a_package", "a_package.inner", "a_package.inner.made"):
+        del sys.modules[name]

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.passes.run import check, family, random
+from tunecompile.compiler.attention_calls.found import Term
+from tunecompile.passes.recognize.attention import _joined
 
 PASSES = family("document_attention", "attention")
 ROWS, HEADS, TOKENS, KEYS, WIDTH = 2, 4, 6, 7, 8
@@ -218,3 +220,15 @@ def test_what_changes_between_scores_and_result(fn):
     q, k, v = (random(ROWS, HEADS, n, WIDTH, grad=not frozen) for n in (TOKENS, KEYS, KEYS))
     seen = check(fn, q, k, v, passes=PASSES, expect={}, whole=False)
     assert "scaled_dot_product" not in str(seen.graphs[0]) and "in place" in str(seen.refused)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 0.5])
+def test_a_factor_of_one_mask_alone(factor):
+    """As a scale behind the sum of scores and mask leaves it. A number that is filled in has it, too."""
+    added, where = random(4, 4), torch.eye(4, dtype=torch.bool)
+    terms = Term(None, factor=factor), Term(None, fill=-3.0, factor=factor)
+    alone = _joined([added], [added], terms[:1], torch.float32, scaled=True)
+    both = _joined([added, where], [added, where], terms, torch.float32, scaled=True)
+    assert torch.equal(alone, added * factor)
+    assert torch.equal(both, torch.where(where, -3.0 * factor, added * factor))
+    assert torch.equal(_joined([added], [added], terms[:1], torch.float32), added)

@@ -56,6 +56,17 @@ def test_on_a_card_without_tests_the_first_step_tries(monkeypatch):
     assert error < 1e-5 and [n.subject for n in find(told, "template-wrong")] == [gated_activation_backward.name]
 
 
+def test_where_templates_need_no_trial(monkeypatch):
+    """On a GPU where tests ran, and where there is none."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert probe.is_tested(gpu) and probe.is_tested(cpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for shown, tested in (("compiled", False), (probe.RUN, True)):
+        monkeypatch.setattr(probe, "shown_on", lambda device, shown=shown: shown)
+        assert probe.is_tested(gpu) is tested and probe.is_tested(cpu)
+
+
 def plant(monkeypatch, run):
     """A template that takes any tensor, in the place of the GPU's."""
     (template,) = gated_activation_backward.providers

@@ -55,6 +55,16 @@ def test_others_are_left(other):
     check(other, *inputs(torch.float32, torch.float32), passes=PASSES, expect={"gated_activation": 1})
 
 
+@pytest.mark.parametrize(
+    "weights", [torch.arange(6).view(6, 1), random(1, 8), random(1, 1)], ids=["ints", "row", "one"]
+)
+def test_weights_that_are_none_of_rows(weights):
+    """Of whole numbers, which have no gradient, or of another shape."""
+    gate, up, _ = inputs(torch.float32, torch.float32)
+    made = lambda gate, up: F.silu(gate) * up * weights  # noqa: E731
+    check(made, gate, up, passes=PASSES, expect={"gated_activation": 1})
+
+
 def test_a_product_that_is_read_in_a_wider_dtype_is_left():
     given = inputs(torch.bfloat16, torch.float32)
     seen = check(in_both_dtypes, *given, passes=PASSES, expect={"gated_activation": 1}, tol=1.5e-2)
