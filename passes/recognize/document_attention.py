@@ -18,7 +18,7 @@ from tunecompile.compiler.attention_calls import (
     leave_out_weights,
 )
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
-from tunecompile.compiler.token_wise import not_by_documents
+from tunecompile.compiler.token_wise.graph import not_by_documents
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed, node_arg
 from tunecompile.ir.rewrite import erase_dead, replace, where_from

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tunecompile._torch.dynamo import mark_dynamic
 from tunecompile.compiler.partitioner import copied
-from tunecompile.compiler.token_wise import hands_on, is_told_of_images, why_not_token_wise
+from tunecompile.compiler.token_wise.graph import hands_on, is_told_of_images, why_not_token_wise
 from tunecompile.ops import document_mask, short_convolution
 
 WIDTH, HEADS = 12, 3

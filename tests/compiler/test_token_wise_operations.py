@@ -5,7 +5,14 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tunecompile.compiler.token_wise import _BEHIND, TOKENS, _has_rows_behind, _mark_rows, leaves_apart, tokens_of
+from tunecompile.compiler.token_wise.operations import (
+    _BEHIND,
+    TOKENS,
+    has_rows_behind,
+    leaves_apart,
+    mark_rows,
+    tokens_of,
+)
 
 aten = torch.ops.aten
 W = 6
@@ -175,17 +182,17 @@ def test_rows_behind_tokens(operation, arguments, apart):
 
 def followed(operation, x, *args):
     made = packet(operation)(x, *args)
-    _mark_rows(packet(operation), [x], [made])
+    mark_rows(packet(operation), [x], [made])
     return made
 
 
 def test_rows_that_come_to_stand_behind_tokens_are_followed():
     x = tokens()
     turned = followed(aten.transpose.int, x, 0, 1)
-    assert _has_rows_behind(turned) and _has_rows_behind(followed(aten.sigmoid, turned))
-    assert not _has_rows_behind(followed(aten.transpose.int, turned, 0, 1))
-    assert not _has_rows_behind(followed(aten.sum.dim_IntList, turned, [0]))
-    assert _has_rows_behind(followed(aten.permute, x, [1, 2, 0]))
+    assert has_rows_behind(turned) and has_rows_behind(followed(aten.sigmoid, turned))
+    assert not has_rows_behind(followed(aten.transpose.int, turned, 0, 1))
+    assert not has_rows_behind(followed(aten.sum.dim_IntList, turned, [0]))
+    assert has_rows_behind(followed(aten.permute, x, [1, 2, 0]))
     for operation, *args in (
         (aten.sigmoid,),
         (aten.view, [TOKENS, W]),
@@ -193,7 +200,7 @@ def test_rows_that_come_to_stand_behind_tokens_are_followed():
         (aten.permute, [0, 2, 1]),
         (aten.transpose.int, 1, 2),
     ):
-        assert not _has_rows_behind(followed(operation, x, *args))
-    assert not _has_rows_behind(followed(aten.t, x[0]))
+        assert not has_rows_behind(followed(operation, x, *args))
+    assert not has_rows_behind(followed(aten.t, x[0]))
     (four := turned.unsqueeze(1)).__dict__[_BEHIND] = True  # [T, 1, 1, 6]: which of them are the rows is not known
-    assert _has_rows_behind(followed(aten.transpose.int, four, 0, 1))
+    assert has_rows_behind(followed(aten.transpose.int, four, 0, 1))

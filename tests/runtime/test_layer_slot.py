@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.support.notes import has
-from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
 from tunecompile.runtime import layer_slot
 from tunecompile.runtime.layer_slot import LayerSlot

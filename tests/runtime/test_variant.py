@@ -10,7 +10,7 @@ from torch import fx
 
 from tests.support.notes import has
 from tunecompile.compiler.backend import WEIGHTS_UNREAD
-from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
 from tunecompile.runtime import variant
 from tunecompile.runtime.compile_limits import CompileEffort, History

@@ -27,7 +27,7 @@ from tunecompile._torch.fake_tensors import FakeTensorMode
 from tunecompile._torch.modules import fill
 from tunecompile.compiler.backend import CompiledAs
 from tunecompile.compiler.survey import SurveyBackend
-from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.errors import CannotEstimate, summary
 from tunecompile.estimate.dry_run_planner import DryRunPlanner, StaticMemory
 from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears

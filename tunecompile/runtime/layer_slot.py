@@ -15,7 +15,7 @@ from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original, global_hooks, is_of
 from tunecompile._torch.saved_strides import hooks_were_seen, notice_hooks
-from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import context_parallel, output_capturing
 from tunecompile.integrations.accelerate import place
 from tunecompile.integrations.bitsandbytes import PackedStates, put_states_back

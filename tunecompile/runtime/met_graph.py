@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from tunecompile.compiler.attention_calls import attention_calls, causal_calls
-from tunecompile.compiler.token_wise import hands_on, is_told_of_images
+from tunecompile.compiler.token_wise.graph import hands_on, is_told_of_images
 from tunecompile.notes import Note
 
 _PLAIN = (int, float, str, torch.dtype)

@@ -25,7 +25,7 @@ from tunecompile._torch.dynamo import (
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.backend import WEIGHTS_UNREAD, Backend, CompiledAs, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
-from tunecompile.compiler.token_wise import IMAGE_OFFSETS, NotTokenWise, is_told_of_images, why_not_token_wise
+from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, NotTokenWise, is_told_of_images, why_not_token_wise
 from tunecompile.errors import summary
 from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUMENTS
 from tunecompile.notes import Note, note

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.batches import lengths_mask
-from tunecompile.compiler.token_wise import OFFSETS
+from tunecompile.compiler.token_wise.graph import OFFSETS
 from tunecompile.runtime.unpad.documents import Documents, read_padding
 from tunecompile.runtime.unpad.flat_batch import ADDED, LONGEST, MASKS, WINDOW, FlatBatch, with_document_mask
 

@@ -14,7 +14,7 @@ from tests.support.matrix.families import EMBEDDED
 from tests.support.models.pairs import checkpoint, pair
 from tests.support.notes import has
 from tests.support.reports import flattened, told_apart
-from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.runtime.unpad.documents import read_padding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written

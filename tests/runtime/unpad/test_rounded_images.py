@@ -14,7 +14,7 @@ from tests.support.memory.cpu_recorder import CpuRecorder
 from tests.support.models.images import GRIDS, adapted, images_of, padded, qwen2_5_vl, qwen3_vl
 from tests.support.notes import fell_back, has
 from tests.support.rounding import Shapes, waited_for
-from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
 from tunecompile.runtime import variant
 from tunecompile.runtime.cuda_graphs import launch_bound, replay

@@ -14,7 +14,7 @@ from tests.support.compare import assert_close, equal_bits
 from tests.support.models.pairs import pair
 from tests.support.notes import fell_back, has
 from tests.support.rounding import SIZES, Shapes, waited_for
-from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.unpad import refusals

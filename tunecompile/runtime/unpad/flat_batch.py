@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile._torch.cuda import where_set
-from tunecompile.compiler.token_wise import IMAGE_OFFSETS, OFFSETS
+from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, OFFSETS
 from tunecompile.ops import document_mask
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, Documents
 from tunecompile.runtime.unpad.masks.given import hidden_in

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
 from tunecompile.runtime.module_watch import holders
 from tunecompile.runtime.unpad.flat_batch import FlatBatch, HasNoTokens

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tunecompile._torch.dynamo import mark_dynamic
-from tunecompile.compiler.token_wise import IMAGE_OFFSETS
+from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS
 from tunecompile.integrations.kernel_functions import Fork, forks_in, takes_bounds
 from tunecompile.ir.op import HALF
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, IMAGE_BOUNDS, LONGEST_IMAGE, ROUNDED, rounded_to

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.modules import slot_of
-from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch, multiple_on, rounded_to
 from tunecompile.runtime.unpad.image_bounds import ImageBounds

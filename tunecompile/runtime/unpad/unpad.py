@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tunecompile._torch.autograd import in_backward, in_checkpoint, others_trace
 from tunecompile._torch.modules import call_original, slot_of
-from tunecompile.compiler.token_wise import NotTokenWise
+from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import loss_caller
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.integrations.transformers import gives_cache
