@@ -1,13 +1,17 @@
 """What layers hand out beside their results, for a loss of the user's: it has a row and a column for each token, padding too."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.models.pairs import pair
 from tests.support.notes import has
+from tunecompile.runtime.unpad.norm_slot import NormSlot
 
 modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
 gptj = pytest.importorskip("transformers.models.gptj.modeling_gptj")
@@ -164,3 +168,14 @@ def test_padding_counts_where_results_are_kept_as_they_are_returned(options):
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
         assert not optimized or has(tunecompile.report(model), "padding-kept", reason="output-holds-more")
     assert max(zoo.errors(*found).values()) < 1e-4
+
+
+def test_a_norm_reads_the_row_of_its_one_argument():
+    """What else it is given, or by name, is as it comes: nothing says what it is for."""
+    unpadded = SimpleNamespace(row_of=lambda tensor: ("flat", tensor))
+    slot, x = SimpleNamespace(unpadded=unpadded, layer=nn.Identity()), torch.ones(2)
+    assert NormSlot._row(slot, (x,), {}) == ("flat", x)
+    for args, kwargs in (((x, x), {}), ((), {"hidden_states": x}), ((x,), {"gate": x}), ((), {})):
+        assert NormSlot._row(slot, args, kwargs) is None
+    slot.unpadded = None
+    assert NormSlot._row(slot, (x,), {}) is None

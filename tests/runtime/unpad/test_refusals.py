@@ -14,6 +14,7 @@ from tests.support.compare import assert_same_flattened
 from tests.support.models.pairs import attending, pair
 from tests.support.notes import find, has
 from tests.support.reports import flattened
+from tunecompile.runtime.unpad import refusals
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -397,3 +398,13 @@ def test_configs_stay_as_they_are():
     )
     zoo.step(model, padded())
     assert flattened(model) == 1 and not seen
+
+
+def test_convolutions_before_the_layers_see_what_they_always_saw():
+    """Those behind, and other modules wherever they are, would see rows that padding is missing from."""
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1))])
+    owner = nn.ModuleDict(
+        {"first": nn.Conv1d(2, 2, 1), "embed": nn.Linear(2, 2), "layers": layers, "last": nn.Conv1d(2, 2, 1)}
+    )
+    found = [*refusals._outside(owner, [*layers])]
+    assert {id(module) for module in found} == {id(m) for m in (owner, owner["embed"], layers, owner["last"])}

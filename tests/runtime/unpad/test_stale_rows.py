@@ -245,3 +245,12 @@ class TestIsKept:
         assert call.is_kept(values, output, found) and not found
         take_back(found)
         assert values[0] is table
+
+
+def test_tuples_around_a_rows_tuple_are_known_when_it_is_made():
+    """They were there before the user made any longer. Lists around it are not: what is in them is taken out."""
+    row = torch.ones(1, 3)
+    kept = (1, row)
+    around, many = (kept, 2), [kept]
+    made = StaleRow.of(row, None)
+    assert id(kept) in made.inner and id(around) in made.outer and id(many) not in made.outer
