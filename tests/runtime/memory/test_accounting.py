@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.support.memory.cpu_recorder import CpuRecorder
+from tests.support.memory.fake_replays import FakeReplays
 from tunecompile.planner.device_memory import MARGIN
 from tunecompile.planner.hardware import Rates
 from tunecompile.runtime.cuda_graphs.launch_bound import HostTime
@@ -174,13 +175,7 @@ def test_what_a_plan_is_made_from():
 
 def test_recordings_and_kept_weights_are_held_by_layers():
     """Of recordings what is in tensors: the allocator does not count their scratch."""
-    replays = types.SimpleNamespace(
-        bytes=90,
-        buffered=0,
-        saved_bytes=lambda: 30,
-        recorder=types.SimpleNamespace(device="cpu"),
-        saving=lambda tokens: 2.5,
-    )
+    replays = FakeReplays(bytes=90, saved_bytes=lambda: 30, saving=lambda tokens: 2.5)
     kept = types.SimpleNamespace(bytes=50, moves=[1])
     layers = [slot("a", trained(1)), slot("a", trained(1)), slot("b", trained(1))]
     memory = accounting(layers, gauge=Gauge(now=1000), replays=replays, kept=kept)
@@ -282,7 +277,7 @@ def test_a_step_that_needs_more_is_measured():
     assert memory.surplus == 600 + 650 and memory.slack == 100
     progress.begin(memory, admitted())
     assert memory.surplus == 600 + 650, "no new peak"
-    memory.recordings.replays = types.SimpleNamespace(bytes=40, buffered=0)
+    memory.recordings.replays = FakeReplays(bytes=40)
     gauge.most, gauge.held = 1000, memory.allowed()
     progress.begin(memory, admitted(peak=900))
     assert memory.surplus == 600 + 650 + 60 and not progress.exceeded

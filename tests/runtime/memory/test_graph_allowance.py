@@ -1,10 +1,9 @@
 """What CUDA graphs may take of a budget: plans are given, and so is what launches take."""
 
-import types
-
 import pytest
 import torch
 
+from tests.support.memory.fake_replays import FakeReplays
 from tunecompile.planner.recorded import RECORDED, recorded_step
 from tunecompile.planner.solver import KEEP, LayerRun, Plan, PlanOption, choose
 from tunecompile.planner.step_plan import AdmittedPlan, leave_room_for_graphs
@@ -18,19 +17,8 @@ OPTIONS = (
 STACKS = [LayerRun(10, OPTIONS)]
 
 
-class Fake(types.SimpleNamespace):
-    """Recordings that hold so many bytes."""
-
-    recorder = types.SimpleNamespace(device="cpu")
-    allowance = None
-    buffered = 0
-
-    def forget(self):
-        self.bytes = self.buffered = 0
-
-
 def recordings(nbytes=0):
-    return Recordings(Fake(bytes=nbytes), torch.device("cpu"))
+    return Recordings(FakeReplays(bytes=nbytes), torch.device("cpu"))
 
 
 def weighed(gain, room=1040, tail=0):

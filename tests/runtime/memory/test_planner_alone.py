@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.memory.fake_replays import FakeReplays
 from tests.support.notes import has
 from tunecompile.planner.candidates import CandidateCost
 from tunecompile.planner.cost_model import Work
@@ -242,14 +243,7 @@ def test_layers_follow_their_users_checkpointing_as_long_as_nothing_is_known():
 def test_room_is_made_for_what_the_plan_leaves():
     done = []
     kept = types.SimpleNamespace(bytes=0, moves=[], matrices=[1], release=lambda: done.append("release"))
-    replays = types.SimpleNamespace(
-        bytes=0,
-        buffered=0,
-        recorder=types.SimpleNamespace(device="cpu"),
-        saved_bytes=lambda: 0,
-        saving=lambda tokens: 0.0,
-        forget=lambda: done.append("forget"),
-    )
+    replays = FakeReplays(forget=lambda: done.append("forget"))
     made = planner(TIGHT, kept=kept, replays=replays)
     made.offload = types.SimpleNamespace(ahead=None, begin_step=lambda: done.append("begin"), settle=lambda: None)
     step(made)
@@ -268,14 +262,7 @@ def test_room_is_made_for_what_the_plan_leaves():
 def test_plans_are_weighed_again_where_recordings_would_save_much_more_than_was_known():
     """The clock of one kind of layers may tell before another's. Recordings of plans that are followed no more are dropped."""
     saving, dropped = [0.0], []
-    replays = types.SimpleNamespace(
-        bytes=7,
-        buffered=0,
-        saved_bytes=lambda: 0,
-        recorder=types.SimpleNamespace(device="cpu"),
-        saving=lambda tokens: saving[0],
-        forget=lambda: dropped.append(saving[0]),
-    )
+    replays = FakeReplays(bytes=7, saving=lambda tokens: saving[0], forget=lambda: dropped.append(saving[0]))
     made, counts = planner(8000, replays=replays), []
     for saving[0] in (0.0, 0.0, 2e-9, 2.5e-9, 1e9, 1.2e9):
         made.begin()
@@ -288,14 +275,7 @@ def test_plans_are_weighed_again_where_recordings_would_save_much_more_than_was_
 def test_recordings_make_way_for_a_larger_batch():
     """By what the plan needs for it; a batch of the same size leaves them."""
     dropped = []
-    replays = types.SimpleNamespace(
-        bytes=5000,
-        buffered=0,
-        saved_bytes=lambda: 0,
-        recorder=types.SimpleNamespace(device="cpu"),
-        saving=lambda tokens: 0.0,
-        forget=lambda: dropped.append(1),
-    )
+    replays = FakeReplays(bytes=5000, forget=lambda: dropped.append(1))
     made = planner(30_000, replays=replays)
     for tokens, count in ((TOKENS, 0), (TOKENS, 0), (int(1.1 * TOKENS), 0), (int(1.3 * TOKENS), 1)):
         step(made, tokens)
@@ -320,14 +300,7 @@ def test_the_optimizers_state_comes_with_the_first_step(steps, first, monkeypatc
 def test_a_full_device_has_what_recordings_took():
     """Where the smallest plan is followed, too."""
     dropped = []
-    replays = types.SimpleNamespace(
-        saved_bytes=lambda: 0,
-        recorder=types.SimpleNamespace(device="cpu"),
-        saving=lambda tokens: 0.0,
-        forget=lambda: dropped.append(setattr(replays, "bytes", 0)),
-        bytes=0,
-        buffered=0,
-    )
+    replays = FakeReplays(forget=lambda: dropped.append(setattr(replays, "bytes", 0)))
     for room in (TIGHT, 100):
         made = planner(room, replays=replays)
         step(made)

@@ -47,7 +47,6 @@ class GraphReplays:
         self.passes = 0  #: told apart by the backwards between them
         self.allowance: Allowance | None = None  #: by the plan of memory; None where there is none
         self.bytes = 0  #: that recordings made the process take from the device
-        self.buffered = 0  #: bytes beside these that inputs are copied to, of all shapes
         self.tokens = 0  #: of the step; 0 where no plan of memory depends on it
         self.copying = HostTime()  #: on copies of saved tensors
 
@@ -71,12 +70,17 @@ class GraphReplays:
         self.owners.clear()
         self.buffers.clear()
         self.recorder.forget()
-        self.bytes = self.buffered = 0
+        self.bytes = 0
 
     @property
     def closed(self) -> bool:
         """Whether the memory plan leaves recordings no room, and there is none."""
         return self.allowance is not None and self.allowance.room <= 0 and not self.bytes
+
+    @property
+    def buffered(self) -> int:
+        """Bytes of what inputs are copied to, of all shapes: they are beside `bytes`."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def saved_bytes(self) -> int:
         """Bytes in tensors that recordings hold from step to step: what forwards save, of one shape at a time."""
@@ -185,8 +189,7 @@ class GraphReplays:
         """A buffer for an input, shared by all layers: its values are used up before the next layer runs."""
         key = (id(graph), position, tuple(like.shape), like.stride(), like.dtype, like.device)
         if key not in self.buffers:
-            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-            self.buffers[key], self.buffered = made, self.buffered + made.nbytes
+            self.buffers[key] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         return self.buffers[key]
 
 

@@ -24,7 +24,6 @@ class Recordings:
     replays: GraphReplays | None
     device: torch.device
     dropped: int = 0  #: how often they were dropped for a step of another shape, or since the device was full
-    tokens: int = 0  #: of the last step
     steps: int = 0
     again: int = 0  #: steps on as many tokens as the one before
 
@@ -45,8 +44,8 @@ class Recordings:
 
     def begin(self, tokens: int) -> None:
         """Before the first layer of a step on so many tokens."""
-        self.steps, self.again, self.tokens = self.steps + 1, self.again + (tokens == self.tokens), tokens
         if self.replays is not None:
+            self.steps, self.again = self.steps + 1, self.again + (tokens == self.replays.tokens)
             self.replays.tokens = tokens
 
     def saving(self, tokens: int) -> float:
