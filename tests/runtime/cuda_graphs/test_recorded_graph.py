@@ -1,0 +1,90 @@
+"""Graphs that are timed and recorded, call by call: of functions that a test gives. No model runs."""
+
+import pytest
+import torch
+
+from tests.support.memory.cpu_recorder import CpuRecorder
+from tunecompile.runtime.cuda_graphs import launch_bound, replay
+from tunecompile.runtime.cuda_graphs.allowance import Allowance
+
+
+def test_an_input_that_is_the_same_under_one_shape_alone_is_copied():
+    """A table of each length, say: at another shape's call it is another object."""
+    replays = replay.GraphReplays(CpuRecorder())
+    weight, tables = torch.ones(3), {n: torch.full((n, 3), float(n)) for n in (2, 4, 6)}
+    graph = replays.forward(lambda inputs: [inputs[0] * inputs[1] + inputs[2]], handed=1, parameters=[0])
+    for n in (2, 4, 6, 6, 6):
+        place = graph._place((n,), [weight, tables[n], torch.ones(n, 3), n])
+    assert place.layer.fixed() == {0} and place.layer.calls == 5 and place.seen == 3
+
+
+def test_whether_the_last_forwards_launches_are_waited_for_is_told_once():
+    """Of a forward that is not recorded, nothing is known: what another one told would be taken for it."""
+    replays = replay.GraphReplays(CpuRecorder())
+    graph = replays.forward(lambda inputs: [inputs[0] * inputs[1]], handed=1, parameters=[0])
+    assert replays.last_waits() is None
+    for waiting in (None, True, False):
+        graph.clocks[4,] = clock = launch_bound.Clock(replays.recorder)
+        clock.waiting = waiting
+        graph([torch.ones(3), torch.ones(4, 3), 4])
+        assert replays.last_waits() is waiting and replays.last_waits() is None
+
+
+def test_what_is_saved_is_summed_over_all_layers_of_a_further_shape():
+    """Also where nothing may be recorded: a plan that copies to the host is weighed against one that leaves room. A further shape's
+    clock knows in the middle of its first pass."""
+    replays, weights = replay.GraphReplays(CpuRecorder()), [torch.ones(3) for _ in range(8)]
+    replays.allowance = Allowance(0, 100, 8, True)
+    graph = replays.forward(lambda inputs: [inputs[0] * inputs[1]], handed=1, parameters=[0])
+    for replays.tokens in (6, 7):
+        for weight in weights:
+            graph([weight, torch.ones(replays.tokens, 3), replays.tokens])
+        replays.passes += 1
+    clock = graph.clocks[7,]
+    assert clock.waiting and clock.known and 0 < replays.saving(7) == pytest.approx(8 * clock.saving(7))
+    replays.forget()
+    assert replays.saving(8) > 0, "what is known of other batches"
+    graph.clocks[8,] = launch_bound.Clock(replays.recorder, tokens=8)
+    graph.clocks[8,].waiting = False
+    assert replays.saving(8) == 0 < replays.saving(7)
+
+
+def test_an_expanded_input_does_not_empty_the_allocators_cache():
+    """Such a layer is never recorded, and the cache would be emptied at each of its calls under a budget."""
+    replays = replay.GraphReplays(CpuRecorder())
+    replays.allowance = Allowance(1000, 100, 1, True)
+    graph = replays.forward(lambda inputs: [inputs[0] * inputs[1]], handed=1, parameters=[0])
+    weight = torch.ones(3)
+    for _ in range(12):
+        graph([weight, torch.ones(1, 3).expand(4, 3), 4])
+        replays.passes += 1
+    assert graph.clocks[4,].waiting and not replays.recorder.releases and not replays.recorded
+
+
+def test_a_plan_without_room_is_not_asked_again():
+    """Each layer's call would count the recordings of all layers, and ask the allocator."""
+    replays = replay.GraphReplays(CpuRecorder())
+    replays.allowance = Allowance(0, 100, 4, True)
+    asked = replays.recorder.taken
+    assert not replays.room([torch.ones(1)]) and replays.recorder.taken == asked
+    replays.bytes = 10  # what is recorded is replayed
+    assert not replays.room([torch.ones(1)]) and replays.recorder.taken == asked
+    replays.allowance = Allowance(1000, 100, 4, True)
+    assert replays.room([torch.ones(1)])
+
+
+def test_no_recording_is_replayed_while_a_later_one_is_needed():
+    """Its scratch may be where the later one has saved values, as the stand-in shows."""
+    replays = replay.GraphReplays(CpuRecorder())
+    graph = replays.forward(lambda inputs: [inputs[0] * 2, inputs[0] + 1], handed=1)
+    first, second = (replays.record(graph, graph.pool, [torch.zeros(3)], set(), 1) for _ in range(2))
+    assert graph.pool.in_order(first) and graph.pool.in_order(second)
+    _, saved = second.replay([torch.ones(3)])
+    graph.pool.flying.append(second)
+    pending = torch.ones(3, requires_grad=True) * saved  # for whose backward it is kept
+    assert torch.equal(saved, torch.full((3,), 2.0))
+    assert not graph.pool.in_order(first) and not graph.pool.in_order(second)
+    first.replay([torch.ones(3)])
+    assert saved.isnan().all()
+    del pending, saved
+    assert graph.pool.in_order(first)
