@@ -4,7 +4,10 @@ import pytest
 import torch
 
 import tunecompile
+import tunecompile.integrations.kernel_functions as kernel_functions
+import tunecompile.runtime.parts.kernel_functions as parts
 from tests.support.models import hybrids
+from tunecompile.notes import note
 
 pytest.importorskip("transformers")
 SHAPE = (2, 512)
@@ -38,3 +41,12 @@ def test_written_out_attention_counts_as_much(family, gpu, changes):
     assert written.flops == called.flops
     assert written.activations < 1.2 * called.activations  # no scores are kept
     assert gpu is None or written.milliseconds == pytest.approx(called.milliseconds, rel=0.1)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_rehearsal_says_which_functions_are_no_ops(known, monkeypatch):
+    refused = None if known else note("kernel-function-unknown", "modeling.convolution")
+    found = [kernel_functions.Substitution("modeling.convolution", refused)]
+    monkeypatch.setattr(parts, "substitute", lambda kinds: found)
+    said = tunecompile.estimate(hybrids.make("lfm2", torch.bfloat16), SHAPE).notes
+    assert [each for each in said if each.code == "kernel-function-unknown"] == ([] if known else [refused])

@@ -72,6 +72,22 @@ def test_another_function_in_the_file_is_called():
     assert zoo.step(found, zoo.batch())[0] == pytest.approx(before[0].item(), rel=1e-6)  # it is gone
 
 
+def test_functions_are_known_under_autocast():
+    """As a plan traces them: in bf16 the loop over chunks was unrolled, and a plan of 2,048 tokens took seven minutes."""
+    import transformers.models.bamba.modeling_bamba as bamba
+    import transformers.models.mamba.modeling_mamba as mamba
+    import transformers.models.qwen3_5.modeling_qwen3_5 as home
+
+    for file, name in (
+        (home, "torch_chunk_gated_delta_rule"),
+        (home, "causal_conv1d_fn"),
+        (bamba, "mamba2_chunk_scan"),
+        (mamba, "mamba_selective_scan"),
+    ):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert meanings.agrees(getattr(file, name).__wrapped__, meanings.MEANINGS[name]), name
+
+
 def test_what_gives_something_else_is_no_op():
     import transformers.models.qwen3_5.modeling_qwen3_5 as home
 

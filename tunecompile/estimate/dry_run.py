@@ -41,6 +41,7 @@ from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.model_state import State
+from tunecompile.runtime.parts.kernel_functions import KernelFunctions
 from tunecompile.runtime.region import Region
 from tunecompile.runtime.unpad.decision import refused_now
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, windows_of
@@ -263,6 +264,7 @@ def rehearse(
         absent = [note("traced-on-cpu" if gpu is None else "estimated-without-triton")]
     return rehearsal, [
         *said,
+        *stage.part(KernelFunctions).notes(stage),
         *(note("region-not-called", region) for region in left),
         *([note("attention-not-fused")] if unfused else []),
         *absent,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tunecompile._torch.autograd import no_autocast
 from tunecompile.ops import channel_delta_rule, gated_delta_rule, selective_scan, short_convolution, ssd_scan
 
 __all__ = ["BOUNDARIES", "DOCUMENTS", "MEANINGS", "Documents", "Meaning", "agrees"]
@@ -225,11 +226,13 @@ MEANINGS = {  #: by the name of the function in plain PyTorch
 
 @torch.no_grad()
 def agrees(written: Callable, meaning: Meaning) -> bool:
-    """Whether a function in plain PyTorch gives what its op gives, on one small call."""
+    """Whether a function in plain PyTorch gives what its op gives, on one small call, in fp32 whatever the caller's
+    autocast."""
     try:
         args, kwargs = meaning.example()
-        expected = torch.utils._pytree.tree_leaves(written(*args, **kwargs))
-        made = torch.utils._pytree.tree_leaves(meaning.make(written)(*args, **kwargs))
+        with no_autocast():
+            expected = torch.utils._pytree.tree_leaves(written(*args, **kwargs))
+            made = torch.utils._pytree.tree_leaves(meaning.make(written)(*args, **kwargs))
         return len(expected) == len(made) and all(map(_alike, made, expected))
     except Exception:  # other parameters, say
         return False
