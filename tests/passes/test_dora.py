@@ -8,7 +8,7 @@ from torch import nn
 from tests.support.passes.functions import operands, peft_block, rows_of, trained_block
 from tests.support.passes.run import check, family, random
 from tunecompile._torch.fake_tensors import make_fx
-from tunecompile.integrations.peft_trace import substitute
+from tunecompile.integrations.peft.trace import substitute
 from tunecompile.ops import adapted_norm
 from tunecompile.planner.candidates import expensive_nodes
 

@@ -23,7 +23,8 @@ from tunecompile.integrations.deepspeed import gathered
 from tunecompile.integrations.fsdp import unit
 from tunecompile.integrations.kernel_functions import forks_in
 from tunecompile.integrations.layer_host import LayerHost
-from tunecompile.integrations.peft_trace import separate_names
+from tunecompile.integrations.peft.reference import SwitchedOff
+from tunecompile.integrations.peft.trace import separate_names
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
 from tunecompile.planner.solver import KEEP, RECOMPUTE
@@ -71,6 +72,7 @@ class LayerSlot:
         self.padding: Unpadding | None = None
         self.variant: Variant | None = None
         self.inside: ModuleSnapshot | None = None
+        self.switched_off = SwitchedOff(())  #: adapters, while a reference is scored
         self.hooks: Sequence[dict] = ()  #: dictionaries of hooks inside that the call finds
         #: where accelerate placed the layer, or how DeepSpeed or FSDP2 gathers it
         self.placement: LayerHost | None = None
@@ -241,7 +243,7 @@ class LayerSlot:
             self.region.replays.leave_out(next(self.layer.parameters()).device)
             self.region.replays = None
         separate_names(self.layer)
-        self.inside = ModuleSnapshot(self.layer)
+        self.inside, self.switched_off = ModuleSnapshot(self.layer), SwitchedOff.of(self.layer)
         self.region.classes.add(self.layer.modules())
 
     def follow_modules(self) -> bool:
@@ -254,6 +256,7 @@ class LayerSlot:
             return False
         separate_names(self.layer)
         late, self.inside = self.inside.late, ModuleSnapshot(self.layer)
+        self.switched_off = SwitchedOff.of(self.layer)
         self.region.classes.add(self.layer.modules())
         return late
 
@@ -355,8 +358,9 @@ class LayerSlot:
         """A forward without gradients. One graph serves all lengths: what it would gain by constant sizes is little."""
 
         args, kwargs, _ = self._told(args, kwargs)
-        self.variant = self.region.scoring(self._kind(args, kwargs, scores=True)[0])
-        return self._call(args, kwargs)
+        with self.switched_off.scaled_by_0() as scaled:
+            self.variant = self.region.scoring(self._kind(args, kwargs, scores=True)[0], scaled)
+            return self._call(args, kwargs)
 
     def _call(self, args: tuple, kwargs: dict, shared: Shared | None = None, made: Variant | None = None) -> Any:
         self.variant = made or self.variant

@@ -27,7 +27,7 @@ from tunecompile.runtime.module_watch import ClassWatch
 from tunecompile.runtime.variant import Variant
 
 T = TypeVar("T")
-SCORING = "without_gradient"  #: in place of a plan
+SCORING, REFERENCE = "without_gradient", "without_adapters"  #: in place of a plan
 
 
 class CallKind(NamedTuple):
@@ -108,12 +108,16 @@ class Region:
     def _backend(self, name: str, plan: Plan) -> Backend:
         return Backend(name, self.passes, self.executor, plan, self.replays, self.precision, self.kept)
 
-    def scoring(self, kind: CallKind) -> Variant:
-        """The variant of a forward without gradients: it saves nothing, so it has no plan and is not recorded."""
+    def scoring(self, kind: CallKind, scaled_by_0: bool = False) -> Variant:
+        """The variant of a forward without gradients: it saves nothing, so it has no plan and is not recorded.
+
+        scaled_by_0: whether adapters are. Under one name, Dynamo would trace once more for a scale that has changed.
+        """
+        way = REFERENCE if scaled_by_0 else SCORING
         return self._variant(
-            SCORING,
+            way,
             kind,
-            f"{self.name}_{SCORING}",
+            f"{self.name}_{way}",
             lambda name: Backend(name, self.passes, self.executor, precision=self.precision),
         )
 

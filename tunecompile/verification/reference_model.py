@@ -23,7 +23,7 @@ from tunecompile._torch.modules import linear, reparametrized
 from tunecompile.errors import CannotVerify, summary
 from tunecompile.integrations.bitsandbytes import values_of
 from tunecompile.integrations.packed_experts.stacks import packed_stacks, set_dtype
-from tunecompile.integrations.peft_parametrize import trace_or_skip
+from tunecompile.integrations.peft.parametrize import trace_or_skip
 from tunecompile.integrations.registered.names import unregistered
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.runtime.find_layers import find_layers

@@ -22,8 +22,8 @@ SHAPE = dict(
 )  # nothing is a power of two
 
 
-def build(family: str, mode: str):
-    model = zoo.make(family, **SHAPE).to("cuda", torch.bfloat16)
+def build(family: str, mode: str, **changes):
+    model = zoo.make(family, **{**SHAPE, **changes}).to("cuda", torch.bfloat16)
     if mode == "qlora":
         model = zoo.quantize(model, torch.bfloat16)
     return model if mode == "full" else zoo.adapt(model, r=16, lora_alpha=16)

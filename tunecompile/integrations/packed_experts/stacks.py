@@ -2,7 +2,7 @@
 
 bitsandbytes' parametrisation dequantises a stack at every read, in code that Dynamo would trace anew for each layer:
 torch gives each parametrised module a class of its own, and Dynamo guards on classes. So the module's forward is traced
-with the op's results in place of its parameters (`tunecompile.integrations.peft_experts`), and guards on such classes
+with the op's results in place of its parameters (`tunecompile.integrations.peft.experts`), and guards on such classes
 are left out. Which stacks a module has, and in which form, other guards say.
 """
 

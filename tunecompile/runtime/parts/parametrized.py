@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from tunecompile.integrations import peft_parametrize
 from tunecompile.integrations.packed_experts.stacks import packed_stacks
+from tunecompile.integrations.peft import parametrize
 from tunecompile.notes import Note
 from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import Part, State
@@ -33,7 +33,7 @@ class ParametrizedModules(Part):
                 self._look(slot)
 
     def _look(self, slot: LayerSlot) -> None:
-        found = peft_parametrize.trace_or_skip(slot.layer)
+        found = parametrize.trace_or_skip(slot.layer)
         self.modules[slot.place], self.looked[slot.place] = found, slot.inside
         if not slot.region.packed and any(packed_stacks(module) for module in slot.layer.modules()):
             slot.region.packed = True
@@ -41,10 +41,10 @@ class ParametrizedModules(Part):
 
     def _undo(self, place: int) -> None:
         for module in self.modules[place]:
-            peft_parametrize.undo(module)
+            parametrize.undo(module)
 
     def notes(self, state: State) -> list[Note]:
-        return peft_parametrize.report_lines([module for found in self.modules.values() for module in found])
+        return parametrize.report_lines([module for found in self.modules.values() for module in found])
 
     def detach(self, state: State) -> None:
         for place in self.modules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tunecompile.integrations.peft_trace import substitute
+from tunecompile.integrations.peft.trace import substitute
 from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import Part, State
 

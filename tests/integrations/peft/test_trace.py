@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tunecompile.integrations import peft_trace
+from tunecompile.integrations.peft import trace
 
 peft = pytest.importorskip("peft")
 
@@ -16,7 +16,7 @@ def itself(module):
     return "PEFT's way"
 
 
-weight_of = peft_trace._weight_of(itself)
+weight_of = trace._weight_of(itself)
 
 
 def test_a_plain_weight():
@@ -56,7 +56,7 @@ def test_8_bits():
 
 
 def test_a_turned_weight():
-    turned = peft_trace._transposed(lambda weight, fan_in_fan_out: "PEFT's way")
+    turned = trace._transposed(lambda weight, fan_in_fan_out: "PEFT's way")
     weight = nn.Parameter(torch.randn(2, 3))
     assert torch.equal(turned(weight, True), weight.T) and not turned(weight, True).requires_grad
     assert turned(weight, False) == turned(weight.data, True) == "PEFT's way"
@@ -70,10 +70,10 @@ def test_another_signature_and_another_substitute_are_left_alone(monkeypatch):
         return module.weight
 
     monkeypatch.setitem(sys.modules, "peft.utils.integrations", types.SimpleNamespace(dequantize_module_weight=changed))
-    peft_trace.substitute()
+    trace.substitute()
     torch.compiler.substitute_in_graph(ours)(lambda module: 2 * module.weight)
     monkeypatch.setitem(sys.modules, "peft.utils.integrations", types.SimpleNamespace(dequantize_module_weight=ours))
-    peft_trace.substitute()
+    trace.substitute()
     linear = nn.Linear(2, 2)
     assert torch.equal(
         torch.compile(lambda m: changed(m, None, None) + ours(m), backend="eager", fullgraph=True)(linear),
@@ -91,11 +91,11 @@ def test_substituted_where_peft_is_imported_and_nowhere_else(monkeypatch):
     monkeypatch.setattr(torch.compiler, "substitute_in_graph", lambda of: registered.append(of) or substitute(of))
     monkeypatch.delitem(sys.modules, "peft.utils.integrations", raising=False)
     monkeypatch.delitem(sys.modules, "peft.utils.other", raising=False)
-    peft_trace.substitute()
+    trace.substitute()
     assert registered == []
     monkeypatch.setitem(sys.modules, "peft.utils.integrations", types.SimpleNamespace(dequantize_module_weight=theirs))
     for _ in range(2):
-        peft_trace.substitute()
+        trace.substitute()
     assert registered == [theirs]  # once
     linear = nn.Linear(2, 2)
     whole = torch.compile(lambda m: 2 * theirs(m), backend="eager", fullgraph=True)

@@ -10,7 +10,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.notes import BROKEN, EAGER, find, has
-from tunecompile.integrations import peft_experts
+from tunecompile.integrations.peft import experts
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -208,11 +208,11 @@ def test_code_that_would_notice_is_refused(kind, reason):
         nn.ModuleDict({"inner": kind()}), LoraConfig(r=2, target_modules=[], target_parameters=["inner.stack"])
     )
     (wrapper,) = wrappers(model)
-    found = peft_experts.refusal(wrapper)
+    found = experts.refusal(wrapper)
     assert (None if found is None else found.code) == reason
     if reason is None:
         nn.init.normal_(wrapper.lora_B["default"].weight)
-        bound = peft_experts.traced(wrapper)
+        bound = experts.traced(wrapper)
         x = torch.randn(5, 4)
         torch.testing.assert_close(torch.compile(bound, backend="eager", fullgraph=True)(x), wrapper(x))
 

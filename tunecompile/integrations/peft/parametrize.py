@@ -2,7 +2,7 @@
 
 Parameters of experts are such. torch gives a parametrised module a new class each time. Dynamo guards on classes, so it
 would compile the functions that such a module calls anew in every layer and step, until it stops. Here PEFT's wrappers
-are traced without a parametrisation (`tunecompile.integrations.peft_experts`).
+are traced without a parametrisation (`tunecompile.integrations.peft.experts`).
 `nn.MultiheadAttention` is another: its weights are deleted, and tensors with the adapter merged put in their place,
 which no graph can do to its inputs. What cannot be traced runs uncompiled, between two compiled graphs of its layer.
 """
@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from tunecompile.integrations import peft_experts
 from tunecompile.integrations.packed_experts.stacks import class_of, packed_stacks
+from tunecompile.integrations.peft import experts
 from tunecompile.notes import Note, note
 
 
@@ -28,20 +28,20 @@ def trace_or_skip(layer: nn.Module) -> list[nn.Module]:
     """
     found = list(_parametrising(layer))
     for module in found:
-        peft_experts.take_off(module)
-        if peft_experts.refusal(module) is None:
-            module.forward = peft_experts.traced(module)
+        experts.take_off(module)
+        if experts.refusal(module) is None:
+            module.forward = experts.traced(module)
         elif not packed_stacks(module):
             # a partial: a copy of the module binds it to itself
-            module.forward = functools.partial(peft_experts.uncompiled, type(module).forward, module)
+            module.forward = functools.partial(experts.uncompiled, type(module).forward, module)
     return found
 
 
 def undo(module: nn.Module) -> None:
     """Undo `trace_or_skip` for one module."""
     forward = module.__dict__.get("forward")
-    skipped = isinstance(forward, functools.partial) and forward.func is peft_experts.uncompiled
-    if skipped or peft_experts.is_traced(forward):
+    skipped = isinstance(forward, functools.partial) and forward.func is experts.uncompiled
+    if skipped or experts.is_traced(forward):
         del module.__dict__["forward"]
 
 
@@ -73,7 +73,7 @@ def _parametrising(module: nn.Module) -> Iterator[nn.Module]:
 
 def _refusal(module: nn.Module) -> Note | None:
     """Why it is not traced in our way: not that we replaced its forward."""
-    return None if peft_experts.is_traced(vars(module).get("forward")) else peft_experts.refusal(module)
+    return None if experts.is_traced(vars(module).get("forward")) else experts.refusal(module)
 
 
 @functools.cache
