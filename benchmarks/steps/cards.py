@@ -27,7 +27,8 @@ from tunecompile.cli.compare.meters import GIB
 from tunecompile.planner.device_memory import HostGauge, budget_bytes, gauge_of
 
 ROW = 2048  #: tokens of the row whose speed is told for each memory
-TIMED = 3  #: steps after the first, of which the median counts
+SETTLING = 10  #: steps in which plans are made anew by what the first ones took, and CUDA graphs are recorded
+TIMED = 3  #: steps behind these, of which the median counts
 SHORTER = 5 / 6  #: of a row that did not fit, for the next one
 TRIES = 3  #: rows
 
@@ -47,12 +48,12 @@ def measure(bench: longest.Bench, within: str) -> Iterator[dict[str, Any]]:
     bench.given.within = within
     about = {"system": "tunecompile", "model": bench.given.model, "mode": bench.given.mode}
     about |= {"experts": bench.given.experts, "host_embedding": bench.given.host_embedding, "budget_gib": nbytes / GIB}
-    yield {**about, "shape": f"1x{ROW}", **bench.train(ROW, TIMED)}
+    yield {**about, "shape": f"1x{ROW}", **bench.train(ROW, TIMED, SETTLING)}
     length = bench.guess()
     for _ in range(TRIES):
         if length <= ROW:
             break
-        row = bench.train(length, 1)
+        row = bench.train(length, 1, 1)  # (no more: a step may take half a minute)
         yield {**about, "shape": f"1x{length}", **row}
         if row["status"] == "ok":
             break

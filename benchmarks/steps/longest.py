@@ -84,8 +84,8 @@ class Bench:
             )
         return given.end if told.fits else int(SURE * told.fitting_tokens) // STEP * STEP
 
-    def train(self, length: int, timed: int = 0) -> dict[str, Any]:
-        """A step, and what it took; and the median of further ones."""
+    def train(self, length: int, timed: int = 0, settling: int = 0) -> dict[str, Any]:
+        """A step, and what it took; and the median of further ones. settling: steps between, that are not timed."""
         batch = to_device(
             random_batches(parse_shape(f"1x{length}"), self.model.config.vocab_size, self.job, self.job.seed, 1)[0],
             self.device,
@@ -103,7 +103,7 @@ class Bench:
         reset_memory(self.device)
         times = []
         try:
-            for _ in range(1 + timed):
+            for _ in range(1 + settling + timed):
                 begun = time.perf_counter()
                 with precision(self.job):
                     loss = self.model(**batch).loss
@@ -116,7 +116,7 @@ class Bench:
             return {
                 "status": "ok",
                 "first_step_s": times[0],
-                **({"tokens_per_s": length / median(times[1:])} if timed else {}),
+                **({"tokens_per_s": length / median(times[-timed:]), "step_s": times[1:]} if timed else {}),
                 **memory_figures(self.device),
                 "losses": [told],
                 "memory": report.memory,

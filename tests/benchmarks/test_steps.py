@@ -203,8 +203,8 @@ def test_a_small_card_is_told_by_a_usual_row_and_by_its_longest():
     class Bench:
         device, given = "cpu", SimpleNamespace(model="m", mode="qlora", experts=True, host_embedding=False)
 
-        def train(self, length, timed):
-            assert self.given.within == "7.5GiB" and timed
+        def train(self, length, timed, settling):
+            assert self.given.within == "7.5GiB" and timed and settling
             return {"status": "ok" if length < 9000 else "oom"}
 
         def guess(self):
