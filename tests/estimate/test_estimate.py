@@ -398,3 +398,16 @@ def test_layers_with_windows_take_less_time():
         model = zoo.adapt(zoo.make("gpt_oss", **more).bfloat16()).train()
         times.append(tunecompile.estimate(model, (1, 1 << 15), gpu="h100").milliseconds)
     assert times[0] > 1.2 * times[1] > 1.2 * 1.2 * times[2], times
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_end_of_a_step_that_trains_a_tied_head(tied):
+    """Short rows hold less than the gradients of head and embedding and their sum take, which are there at once."""
+    model = zoo.make("llama", num_hidden_layers=2, vocab_size=32768, tie_word_embeddings=tied).train()
+    told, shared = tunecompile.estimate(model, (1, 2)), 2 * model.get_input_embeddings().weight.nbytes
+    assert (told.peak == resident(told) + shared) is tied
+    frozen = zoo.make("llama", num_hidden_layers=2, vocab_size=32768, tie_word_embeddings=tied)
+    frozen.get_input_embeddings().requires_grad_(False)
+    frozen.get_output_embeddings().requires_grad_(False)
+    told = tunecompile.estimate(frozen.train(), (1, 2))
+    assert told.peak < resident(told) + shared

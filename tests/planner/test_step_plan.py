@@ -159,3 +159,19 @@ def test_steps_that_would_launch_faster_record_what_stays_on_the_device():
         assert (made.options[0][0].held, short) == (held, not spare), (gain, spare)
     made, short = leave_room_for_graphs(fastest, runs, 30, 0, 10.0)
     assert (made.options[0][0].held, short) == (20, False), "beside a budget that is no checkpoints', too"
+
+
+def test_the_end_of_a_step_counts_where_nothing_else_is_larger():
+    """All gradients are there then, and parts of one that are added up: no plan of the layers changes that."""
+    runs = (RegionRun(1, 2, gradients=30),)
+    made = solve(request(2, checkpointed=False, runs=runs, resident=1060, summed=400))
+    assert made.resident == 1000 and made.choice.peak == 460 and made.peak == 1460 and made.choice.fits
+    plain = solve(request(2, checkpointed=False, runs=runs, resident=1060))
+    assert plain.choice.options == made.choice.options and plain.choice.peak < 200
+    none = solve(request(2, checkpointed=False, runs=runs, resident=1060, summed=400, available=1459))
+    assert not none.choice.fits and none.choice.peak == 460
+
+
+def test_checkpoints_would_need_the_end_of_the_step_as_well():
+    made = solve(request(8, summed=500))
+    assert made.room == 500 > request(8).checkpointed_peak() and made.choice.fits and made.choice.peak == 500

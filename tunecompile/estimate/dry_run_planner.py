@@ -37,6 +37,7 @@ from tunecompile.runtime.memory.accounting import (
     head_weights,
     host_bytes,
     region_runs,
+    summed_bytes,
     tail_bytes,
 )
 from tunecompile.runtime.memory.offload import Offload
@@ -192,6 +193,7 @@ class DryRunPlanner:
             available=allowed - int(MARGIN * allowed),
             resident=self.ledger.allocated() + moving + sum(self.masks.values()),
             tail=self.tail(tokens),
+            summed=summed_bytes(self.model, self._head_weights(), lambda weight: False),
             host=self.host_bytes(),
             offload=self.offload is not None,
             all_seen=self._all_seen(self.candidates),
@@ -224,7 +226,8 @@ class DryRunPlanner:
     def holds(self, tokens: int) -> bool:
         """Whether such a batch would fit, by the plans that were surveyed."""
         request = self.request(tokens)
-        return choose(request.layer_runs(), self.plan.room, request.tail, request.host).fits
+        runs, room = request.layer_runs(), self.plan.room
+        return request.last(runs) <= room and choose(runs, room, request.tail, request.host).fits
 
     def options_for(self, tokens: int) -> tuple[PlanOption, ...]:
         """The options of the first kind of layer."""

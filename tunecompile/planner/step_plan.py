@@ -71,6 +71,7 @@ class StepRequest:
     #: whether layers, head and loss may take what they would if each layer were checkpointed, and no more
     checkpointed: bool = False
     spare: int = 0  #: bytes that CUDA graphs may take then, beside what checkpoints would
+    summed: int = 0  #: bytes beside all gradients at the step's end, while those of head and embedding are added up
 
     def layers(self) -> list[RegionCandidates]:
         """Each layer's candidates, in running order.
@@ -100,6 +101,10 @@ class StepRequest:
     def beside_layers(self, runs: Sequence[LayerRun]) -> int:
         """Bytes that are there whatever layers do, while their gradients are not."""
         return self.resident - sum(run.layers * run.options[0].gradients for run in runs)
+
+    def last(self, runs: Sequence[LayerRun]) -> int:
+        """Bytes that the step's end needs beside what is resident, whatever layers do: all gradients are there."""
+        return self.summed + sum(run.layers * run.options[0].gradients for run in runs)
 
     def checkpointed_peak(self) -> int:
         """Bytes of layers, head and loss under checkpoints around each layer.
@@ -186,12 +191,14 @@ def solve(request: StepRequest) -> AdmittedPlan:
     room = room if request.ceiling is None else min(room, request.ceiling)
     spare = 0
     if request.checkpointed:
-        whole, room = room, min(room, request.checkpointed_peak())
+        whole, room = room, min(room, max(request.checkpointed_peak(), request.last(runs)))
         spare = min(request.spare, whole - room)
     gain = 2 * request.saving  # as much in backwards
     choice, short = leave_room_for_graphs(
         choose(runs, room, request.tail, request.host), runs, room, request.tail, gain, spare
     )
+    if (last := request.last(runs)) > choice.peak:
+        choice = replace(choice, peak=last, fits=choice.fits and last <= room)
     recorded = recorded_step(choice.options, request.tail)
     weights = _kept_weights(request, choice, room - int((ROOMY if request.records else 1) * choice.peak))
     if weights:

@@ -14,7 +14,14 @@ from tunecompile.planner.hardware import Rates
 from tunecompile.runtime.cuda_graphs.launch_bound import HostTime
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.memory import accounting as module
-from tunecompile.runtime.memory.accounting import SPARE, MemoryAccounting, compute_dtype, host_bytes, region_runs
+from tunecompile.runtime.memory.accounting import (
+    SPARE,
+    MemoryAccounting,
+    compute_dtype,
+    host_bytes,
+    region_runs,
+    summed_bytes,
+)
 from tunecompile.runtime.memory.progress import Progress
 from tunecompile.runtime.memory.timeline_trace import STEPS, MemoryTrace
 
@@ -224,6 +231,18 @@ def test_heads_of_this_device(bounds_all):
     assert memory.is_here(heads[0].module.weight), "of another kind: no budget of its own"
     memory.device = torch.device("cpu", 1)
     assert not memory.is_here(torch.zeros(1)) and memory.trained_here() == [heads[0].module.weight]
+
+
+@pytest.mark.parametrize("shared, trained, expected", [(True, True, 2), (False, True, 0), (True, False, 0)])
+def test_a_weight_of_head_and_embedding_has_three_gradients_at_once(shared, trained, expected):
+    """Both parts and their sum: two beside the one that stays, or three where there is one already."""
+    model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32, bias=False), nn.Linear(8, 32, bias=False))
+    if shared:
+        model[1].weight = model[0].weight
+    model.requires_grad_(trained)
+    heads = [model[1].weight, model[2].weight, model[1].weight]
+    assert summed_bytes(model, heads, lambda weight: False) == expected * 32 * 8 * 4
+    assert summed_bytes(model, heads, lambda weight: True) == expected // 2 * 3 * 32 * 8 * 4
 
 
 def test_failures_are_counted_once():

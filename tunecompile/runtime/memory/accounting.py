@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -14,7 +15,7 @@ from tunecompile._torch.card import has_bfloat16
 from tunecompile.integrations.deepspeed import whole
 from tunecompile.integrations.fsdp import Shards
 from tunecompile.ops.linear_cross_entropy import workspace
-from tunecompile.planner.device_memory import MARGIN, Gauge, Spec, budget_bytes, moment_bytes
+from tunecompile.planner.device_memory import MARGIN, Gauge, Spec, budget_bytes, gradient_bytes, moment_bytes
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.step_plan import RegionCandidates, RegionRun, StepRequest
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
@@ -116,6 +117,7 @@ class MemoryAccounting:
             available=allowed - max(self.slack, int(MARGIN * allowed)),
             resident=self.others() + self._to_come(first) + passing + self.surplus,
             tail=self.tail(tokens),
+            summed=summed_bytes(self.model, self.head_weights(), self.shards.graded) if self.bounds_all else 0,
             host=self.host_bytes(),
             ceiling=self.ceiling,
             offload=self.offload is not None,
@@ -222,6 +224,24 @@ def head_weights(heads: Iterable[PlannedHead], is_here: Callable[[torch.Tensor],
 def tail_bytes(weights: Iterable[torch.Tensor], tokens: int) -> int:
     """Bytes that heads of these weights and their loss need."""
     return sum(workspace(weight, tokens) for weight in weights)
+
+
+def summed_bytes(model: nn.Module, heads: Sequence[torch.Tensor], graded: Callable[[nn.Parameter], bool]) -> int:
+    """Bytes beside its gradient that a trained weight takes at the end of a backward pass if head and embedding share it.
+
+    Autograd adds both their gradients up before it hands on the sum, out of place: three of them are there at once.
+
+    Args:
+        model: whose modules may share a head's weight.
+        heads: the heads' weights.
+        graded: whether a parameter's gradient is there before the backward pass, which adds to it.
+    """
+    uses = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    return sum(
+        gradient_bytes([weight]) * (3 if graded(weight) else 2)
+        for weight in {id(weight): weight for weight in heads}.values()
+        if isinstance(weight, nn.Parameter) and weight.requires_grad and uses[id(weight)] > 1
+    )
 
 
 L = TypeVar("L", bound=PlannedLayer)
