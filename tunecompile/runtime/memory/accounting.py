@@ -227,7 +227,7 @@ def tail_bytes(weights: Iterable[torch.Tensor], tokens: int) -> int:
 
 
 def summed_bytes(model: nn.Module, heads: Sequence[torch.Tensor], graded: Callable[[nn.Parameter], bool]) -> int:
-    """Bytes beside its gradient that a trained weight takes at the end of a backward pass if head and embedding share it.
+    """Bytes beside its gradient that a trained weight takes at a backward pass's end, if head and embedding share it.
 
     Autograd adds both their gradients up before it hands on the sum, out of place: three of them are there at once.
 
