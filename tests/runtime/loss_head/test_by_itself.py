@@ -107,6 +107,7 @@ OF_LOGITS = {
     ),
     "views of sums": lambda logits, labels: torch.stack([row.logsumexp(-1).unsqueeze(0) for row in logits]),
     "sums of other numbers": lambda logits, labels: torch.stack([row.float().logsumexp(-1) for row in logits]),
+    "sums, one by one": lambda logits, labels: torch.stack([row * 2 for row in logits.logsumexp(-1)]),
     "rows in another order": lambda logits, labels: torch.stack([logits[1].logsumexp(-1), logits[0].logsumexp(-1)]),
     "rows at the end": lambda logits, labels: torch.stack([row.logsumexp(-1) for row in logits], dim=-1),
     "rows by a name": lambda logits, labels: torch.stack(tensors=[row.logsumexp(-1) for row in logits]),

@@ -5,13 +5,16 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import zoo
 from tests.support.compare import assert_same_run
+from tests.support.heads import WORDS, compared, deferred, head_of, labels, linear, states
 from tests.support.losses import SPELLINGS, each_of, flat, selective_of_newer, weighed
 from tests.support.models.pairs import of_plain_layers, pair, small
 from tests.support.ops.checks import error
 from tests.support.reports import head_tally
+from tunecompile.runtime.loss_head.deferred import LazyTensor
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -279,3 +282,36 @@ def test_softcaps_and_heads_with_adapters(build, made):
     model, reference = pair(build)
     assert_same_run(model, reference, lambda m: weighed(selective_of_newer)(m, zoo.batch()))
     assert not made and head_tally(model).rewritten == 1, head_tally(model)
+
+
+class Ops(TorchDispatchMode):
+    """The package's own ops that are called inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.called += [func.__name__] if func.namespace == "tunecompile" else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"dim": 0}], ids=str)
+def test_a_loop_over_rows_costs_one_product(options):
+    """As a loop over a batch, of TRL's, and not one for each of its rows."""
+    logits, given = deferred(head_of(linear()), states()), labels()
+    with Ops() as ops:
+        rows = [row.log_softmax(-1).gather(-1, of[:, None]).squeeze(-1) for row, of in zip(logits, given)]
+        found = torch.stack(rows, **options)
+    assert ops.called == ["linear_cross_entropy_rows.default"] and not isinstance(found, LazyTensor)
+    expected = linear()(states()).log_softmax(-1).gather(-1, given[..., None])[..., 0]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_the_words_of_one_token_are_numbers():
+    """They are read at once: nothing can be recorded on them, and there are as many as words."""
+    ours, theirs, head = compared(lambda logits, _: torch.stack([word * 2 for word in logits[1, 3]]))
+    torch.testing.assert_close(ours, theirs)
+    assert head.made == 1
+    words = deferred(head_of(linear()), states())[1, 3].unbind()
+    assert len(words) == WORDS and not any(isinstance(word, LazyTensor) for word in words)

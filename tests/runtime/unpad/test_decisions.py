@@ -19,9 +19,10 @@ from tunecompile.runtime.unpad import unpad as module
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, UnpadDecision, decide
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_padding, windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.masks.given import is_given, mask_in, padding_in
+from tunecompile.runtime.unpad.masks import given as given_module
+from tunecompile.runtime.unpad.masks.given import bounds_in, is_given, mask_in, padding_in
 from tunecompile.runtime.unpad.owner_call import LastCall, OwnerCall
-from tunecompile.runtime.unpad.presume import Presumptions
+from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
 from tunecompile.runtime.unpad.unpad import Unpadding, scores
 
 # -- masks ---------------------------------------------------------------------------------------------------------------
@@ -160,6 +161,33 @@ def test_scores_without_padding(scores_tokens, flattened, called):
     assert stays is None or stays.code == "no-labels"
 
 
+def test_scores_are_computed_as_steps_of_whole_rows_were():
+    """By their code, whose rounding would be read as a change of the policy; before any step, by the model's own."""
+    made, ran = unpadding(), []
+    made._run = lambda *given: ran.append(given)
+    ids, options = torch.ones(2, 6), {"use_cache": False}
+    with torch.no_grad():
+        assert made.score((ids,), options) is ids and not ran
+        made._count(OwnerCall({}, whole=True, decided=True))
+        assert made.score((ids,), options) is ids and not ran, "no step ran"
+    made._count(OwnerCall({}, whole=True, decided=True))
+    with torch.no_grad():
+        made.score((ids,), options)
+        assert len(ran) == 1 and made.score((ids,), {}) is ids, "it makes a cache"
+
+
+def test_a_presumed_mask_is_read_behind_the_second_layer():
+    """A layer outside of any call, a checkpoint's repetition, reads none."""
+    made, read = unpadding(), []
+    made.layer_ran()
+    presumed = [types.SimpleNamespace(mask="one", read=lambda: read.append("one"))]
+    for call in (OwnerCall({}), OwnerCall({}, presumed=presumed)):
+        made.running = call
+        for count in range(1, AHEAD + 1):
+            made.layer_ran()
+            assert read == ["one"] * (call.presumed is presumed and count == AHEAD)
+
+
 def test_a_call_that_is_run_again_keeps_what_it_kept(monkeypatch):
     """Scores whose logits are read at padding, and a mask that was taken for whole rows and is none."""
     refused, presumed = [], [(UnpadDecision(FlatBatch.of_whole_rows(2, 6, 0, torch.device("cpu"))), "a mask")]
@@ -225,6 +253,22 @@ def test_masks_among_the_arguments():
     given = {"attention_mask": rows, "n": 1}
     assert is_given(rows[:1], given) and not is_given(rows.clone(), given) and not is_given(rows, {"n": 1})
     assert padding_in((), {"attention_mask": 1}) is None and padding_in((hidden, rows), {}) is None
+
+
+def test_bounds_that_attention_is_given_without_a_mask(monkeypatch):
+    """Granite 4's layers: attention beside scans, in one file. Where anything is unlike that, layers see what they saw."""
+    monkeypatch.setattr(given_module, "knows_documents", lambda layer: layer is not other)
+    attends, scans, other = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    attends.is_causal, scans.is_causal, other.is_causal = True, False, True
+    hidden, bounds = torch.zeros(1, 6, 3), torch.tensor([0, 2, 6], dtype=torch.int32)
+    given = {"attention_mask": None, "cu_seq_lens_q": bounds}
+    assert bounds_in(attends, (hidden,), given) is bounds and bounds_in(attends, (), {"x": hidden, **given}) is bounds
+    assert bounds_in(scans, (hidden,), given) is None and bounds_in(other, (hidden,), given) is None
+    for wrong in (hidden[0], hidden[:, 0], hidden.expand(2, 6, 3), None):
+        assert bounds_in(attends, (wrong,), given) is None
+    for name, value in (("attention_mask", lengths_mask(6)), ("cu_seq_lens_q", bounds[None]), ("cu_seq_lens_q", 6)):
+        assert bounds_in(attends, (hidden,), {**given, name: value}) is None
+    assert bounds_in(attends, (hidden,), {"cu_seq_lens_q": bounds}) is None, "it may have attention of another kind"
 
 
 def test_a_mask_of_rows_is_read_by_layers_that_know_documents(monkeypatch):

@@ -239,6 +239,15 @@ def test_a_number_that_is_rounded_to_infinity_is_copied(value, filled, monkeypat
         torch.full((), torch.finfo(torch.float64).min, dtype=torch.float32)
 
 
+def test_queries_may_be_fewer_than_keys(small):
+    """As of a row that continues another: blocks have all keys, and some of the queries."""
+    queries, keys = torch.arange(12, 12 + 8)[:, None] - torch.tensor([0, 3, 11])[:, None, None, None], torch.arange(T)
+    mask, real = made(lambda: keys <= queries, 8 * T), keys <= queries
+    assert isinstance(mask, PairMask) and mask.shape == (B, 1, 8, T)
+    found = [(values, real[rows, 0, some]) for rows, some, values in blocks(mask, 1 << 20)]
+    assert len(found) == B * 4 and all(torch.equal(values, expected) for values, expected in found)
+
+
 class OnGpu(torch.Tensor):
     """As far as it is asked."""
 

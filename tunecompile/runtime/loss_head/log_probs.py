@@ -285,7 +285,7 @@ def _piece(steps: tuple[LogitStep, ...]) -> int | None:
 
 def _joined(args: tuple, kwargs: dict) -> tuple[list[RowReduction], int] | None:
     """The reductions of all rows of a batch in order, and the step that takes a row, if a call stacks just these."""
-    if len(args) != 1 or kwargs not in ({}, {"dim": 0}) or not isinstance(args[0], (list, tuple)):
+    if len(args) != 1 or kwargs not in ({}, {"dim": 0}):  # torch takes nothing but a list or a tuple
         return None
     parts = [recipe_of(part) for part in args[0]]
     if (

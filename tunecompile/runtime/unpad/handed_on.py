@@ -151,7 +151,7 @@ class RowCall:
         made += [row for row in given if self.flat.is_row(row) and id(row) in inside]
         around = [output, parts, made, getattr(output, "__dict__", None)]
         for row in made:  # no comprehension may read the output or its row: its variables would hold them
-            if whole or id(row) in inside or holders(row, around):
+            if whole or holders(row, around):
                 found = True
                 stale.append(StaleRow.of(row, output))
         return found
