@@ -142,6 +142,32 @@ def test_settings_that_keep_the_padding(monkeypatch):
     assert code() == "context-parallel"
 
 
+def test_gpus_that_have_no_kernel_keep_the_padding(monkeypatch):
+    """Told before layers are compiled in vain: cards before Ampere, and numbers of 32 bits."""
+    owner, told = Owner(), types.SimpleNamespace(old=False, autocast=False)
+    parameters = [
+        types.SimpleNamespace(is_meta=True),
+        types.SimpleNamespace(is_meta=False, device=torch.device("cuda")),
+    ]
+    owner.parameters = lambda: iter(parameters)
+    monkeypatch.setattr(deciding, "older_than", lambda device, card: told.old and device.type == "cuda")
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: told.autocast)
+
+    def code():
+        found = deciding.refused_now(owner)
+        return found and found.code
+
+    assert code() == "no-unpadded-kernel"
+    told.autocast = True
+    assert code() is None
+    owner.dtype, told.autocast = torch.bfloat16, False
+    assert code() is None
+    told.old = True
+    assert code() == "gpu-without-kernel"
+    parameters.pop()
+    assert code() is None
+
+
 # -- calls of the owner --------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +226,24 @@ def test_a_call_that_is_run_again_keeps_what_it_kept(monkeypatch):
     with torch.no_grad():
         assert made.score((torch.ones(2, 6, 4),), {"use_cache": False}) is None
     assert [why.code for why in refused] == ["no-labels"] and not presumed
+
+
+def test_keys_that_the_caller_is_returned_are_those_of_a_padded_call():
+    """Layers put them into a mapping, without padding: so the call is made again, and later ones keep their padding."""
+    made, shared, ran = unpadding(), {}, []
+
+    def forward(x):
+        ran.append(made.running.refused)
+        if made.running.refused is None:
+            made.running.drops, made.running.mappings[id(shared)] = True, shared
+        return x, shared
+
+    made.owner.forward = forward
+    for calls in (2, 3):
+        _, returned = made.call((torch.ones(2, 6, 4),), {})
+        assert returned is shared and len(ran) == calls and made.flattened == 0
+        assert ran[-1].code == "output-holds-more"
+    assert codes(made.report()) == ["padding-kept", "output-holds-more"]
 
 
 def test_masks_are_recorded_where_all_layers_may_take_documents(monkeypatch):

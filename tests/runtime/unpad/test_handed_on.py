@@ -111,6 +111,18 @@ def test_entries_that_may_be_anything():
     assert raised.value.reason.code == "output-holds-more"
 
 
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_entries_of_any_form_come_back_as_they_were(dim):
+    """Whichever dimension counts tokens: with others in its place, a later layer would read values of other heads."""
+    flat, mapping, sizes = flat_of(*LENGTHS), {}, [1, 5, 7, 4, 2]
+    sizes[dim] = 16
+    written, row = torch.randn(sizes), call_of(flat, mapping, keep=False)
+    row.kwargs["shared"]["a"] = written
+    row.hand_on(hands_on(int(dim == 2)), None)
+    found = call_of(flat_of(*LENGTHS), mapping).kwargs["shared"]["a"]
+    assert torch.equal(found.narrow(dim, 0, 15), written.narrow(dim, 0, 15))
+
+
 def test_entries_of_layers_that_ran_on_the_batch():
     """Layers without a mask do. What was there before, or has sizes that tell nothing, is not taken for keys."""
     keys = {name: torch.randn(ROWS, HEADS, LENGTH, 2) for name in ("old", "written", "other")}

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tunecompile
@@ -18,6 +18,7 @@ from tests.support.compare import assert_same_flattened, assert_same_step
 from tests.support.matrix.families import EMBEDDED
 from tests.support.models.pairs import pair
 from tests.support.reports import flattened, told_apart
+from tunecompile._torch.autograd import plain_functions
 from tunecompile.runtime.unpad import documents
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_mask
 from tunecompile.runtime.unpad.masks import pairs as pair_masks
@@ -116,6 +117,12 @@ def _numbers(found):
     return found.count, found.documents, found.longest, found.window
 
 
+def without_overrides(function, *args, **kwargs):
+    """A call as code in C++ makes it, of autograd or of a user's extension."""
+    with plain_functions():
+        return function(*args, **kwargs)
+
+
 READERS = {
     "sum": lambda mask: mask.sum(),
     "slice": lambda mask: mask[:, :, 3:, :5],
@@ -144,6 +151,9 @@ READERS = {
     "attention": lambda mask: nn.functional.scaled_dot_product_attention(
         *(torch.ones(B, 2, T, 4),) * 2, torch.arange(B * 2 * T * 4.0).view(B, 2, T, 4), attn_mask=mask
     ),
+    "no overrides": lambda mask: without_overrides(torch.logical_xor, mask, PADDING[:, None, None]),
+    "no overrides, by name": lambda mask: without_overrides(torch.sum, mask, (2,), dtype=torch.half),
+    "no overrides, detached": lambda mask: without_overrides(Tensor.detach, mask).float(),
     "memory": lambda mask: torch.tensor(
         mask.data_ptr() == mask.cell.real().data_ptr() if hasattr(mask, "cell") else True
     ),
@@ -155,6 +165,25 @@ def test_whoever_reads_a_mask_gets_its_values(reader, small):
     make = of_transformers("window", False, PADDING)
     ours, theirs = READERS[reader](made(make)), READERS[reader](make())
     assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("sizes", [(B, 4, T, T), ((B, 4, -1, T),), (torch.Size([B, 4, T, T]),)], ids=str)
+def test_a_mask_of_more_heads_is_not_made(sizes, small):
+    """Nor one of as many: it is the mask itself."""
+    make = of_transformers("window", False, PADDING)
+    mask, real = made(make), make()
+    wider = mask.expand(*sizes)
+    assert isinstance(wider, PairMask) and wider.shape == (B, 4, T, T) and mask.cell.made is wider.cell.made is None
+    assert torch.equal(wider, real.expand(*sizes)) and identity(wider) == identity(mask)
+    assert mask.expand(-1, 1, T, T).cell is mask.cell
+
+
+@pytest.mark.parametrize("sizes", [(5,), (2, T, T), ((2, 1, T, T),), (B, 1, T), (-1, 2.0, T, T)], ids=str)
+def test_sizes_that_do_not_fit_are_torchs_error(sizes, small):
+    make = of_transformers("window", False, PADDING)
+    for mask in (made(make), make()):
+        with pytest.raises(TypeError if sizes[:2] == (-1, 2.0) else RuntimeError, match="expand"):
+            mask.expand(*sizes)
 
 
 def test_a_mask_is_what_it_was_when_it_was_made(small):
@@ -261,6 +290,8 @@ class OnGpu(torch.Tensor):
         (False, True, 64, False),
         (True, False, 64, False),
         (False, False, 8192, True),
+        (False, False, 5793, True),  # 2^25 pairs
+        (False, False, 5792, False),
     ],
 )
 def test_small_masks_are_watched_where_attention_is_written_out(written_out, cuda, length, records):

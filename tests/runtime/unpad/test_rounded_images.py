@@ -20,7 +20,8 @@ from tunecompile.runtime import variant
 from tunecompile.runtime.cuda_graphs import launch_bound, replay
 from tunecompile.runtime.model_state import state_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.image_bounds import read_bounds
+from tunecompile.runtime.unpad.image_bounds import ImageBounds, read_bounds
+from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.rounding import Rounding
 
 tf = pytest.importorskip("transformers")
@@ -212,6 +213,34 @@ def filled_up():
     flat = FlatBatch.of_patches(20, 64, True, torch.device("cpu"))
     bounds = torch.tensor([0, 20])
     return flat.by_images(bounds, read_bounds(bounds, 20)[0], 20)
+
+
+def test_calls_whose_patches_are_filled_up(monkeypatch):
+    """One row, of the patches that bounds tell of: of two, or with other bounds beside, images would be others."""
+    waited_for(monkeypatch)
+    layer, watch = nn.Linear(1, 1), SimpleNamespace(reason=lambda: None)
+    made = Rounding(None, lambda: (layer,), watch, replay.GraphReplays())
+    made.towers[layer], made.waits = SimpleNamespace(of_images=True, mixes=None), 1 << 20
+    made.seen.update([(8,), (16,)])
+    bounds, tower = torch.tensor([0, 4, 20], dtype=torch.int32), ImageBounds([], "bounds", None)
+
+    def row(*sizes, call=None, **given):
+        return made._patches(call or OwnerCall({}), tower, (torch.randn(sizes),), {"bounds": bounds, **given})
+
+    for sizes in ((20, 3), (1, 20, 3)):
+        found = row(*sizes)
+        assert found.bounds is bounds and found.offsets[:4].tolist() == [0, 4, 20, 64] and len(found.index) == 64
+        assert found.lone is (len(sizes) == 2) and found.real == 20
+    for sizes in ((2, 20, 3), (1, 1, 20, 3), (0, 20, 3), (21, 3)):
+        assert row(*sizes) is None, sizes
+    assert row(20, 3, other=torch.arange(3)) is None and row(20, 3, bounds=None) is None
+    assert row(20, 3, other=bounds, table=torch.randn(20, 3), n=3) is not None
+    call = OwnerCall({})
+    assert row(20, 3, call=call).rows is row(20, 3, call=call).rows and call.sized
+    assert row(1, 20, 3, call=call) is None, "blocks before it were given a row without that dimension"
+    mixes = note("mixes-tokens", detail="a mean")
+    made.towers[layer].mixes = mixes
+    assert row(20, 3) is None and made.kept is mixes
 
 
 def test_a_row_that_is_filled_up_never_runs_by_the_layers_own_code():

@@ -265,7 +265,7 @@ def _is_all(mask: Any, index: Any) -> bool:
 def _expanded(args: tuple) -> PairMask | None:
     mask, sizes = args[0], args[1:]
     sizes = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-    if not isinstance(mask, PairMask) or len(sizes) != mask.dim() or not all(isinstance(size, int) for size in sizes):
+    if len(sizes) != mask.dim() or not all(isinstance(size, int) for size in sizes):
         return None
     shape = torch.Size(old if new == -1 else new for old, new in zip(mask.shape, sizes))
     if any(old not in (1, new) for old, new in zip(mask.shape, shape)):
