@@ -35,6 +35,14 @@ def scaled_without_gradients(logits, labels):
     return log_probs(logits, labels)
 
 
+def scaled_once_read(logits, labels):
+    """By a view, whose memory has values by now."""
+    view = logits[:, 1:]
+    read = logits.sigmoid().sum(-1)
+    view.mul_(3)
+    return read + log_probs(logits, labels)
+
+
 #: uses that are computed of hidden states
 WITHOUT_LOGITS = {
     **{
@@ -136,6 +144,10 @@ OF_LOGITS = {
     ),
     "a bias behind a scale": lambda logits, labels: log_probs(logits * 2 + torch.ones(WORDS).double(), labels),
     "scaled without gradients": scaled_without_gradients,
+    "scaled once read": scaled_once_read,
+    "picks at a temperature": lambda logits, labels: logits.gather(-1, labels[..., None]).div_(0.5),
+    "at a temperature by name": lambda logits, labels: log_probs(logits.mul_(other=2), labels),
+    "rounded at a temperature": lambda logits, labels: log_probs(logits.div_(0.3, rounding_mode="floor"), labels),
     "scores and log-probabilities": lambda logits, labels: logits.log_softmax(-1).exp() + logits.sigmoid(),
     "a pick of other logits": lambda logits, labels: picked(logits * 2, labels) - logits.logsumexp(-1),
     "rows of picks": each_row(picked),

@@ -93,6 +93,15 @@ def test_results_of_any_form():
     assert torch.equal(whole.leave(row, keep=False), row[:, :12].view(2, 6, 3))
 
 
+def test_attention_weights_of_no_row_are_those_of_the_batch():
+    """What takes their place until somebody reads them has a size for each token."""
+    flat = flat_of(4, 6)
+    row, nothing = torch.randn(1, 16, 2, 3), torch.randn(0, 3)
+    left = flat.leave((torch.empty(0, 5, 16, 16, dtype=torch.half), row, nothing), keep=False)
+    assert left[0].shape == (0, 5, 6, 6) and left[0].dtype is torch.half and left[2] is nothing
+    assert left[1].shape == (2, 6, 2, 3) and torch.equal(left[1][1], row[0, 4:10])
+
+
 def test_two_batches_are_compared():
     first = flat_of(4, 6)
     assert first.same_as(flat_of(4, 6)) and not first.same_as(None)
@@ -116,6 +125,9 @@ def test_the_mask_is_made_in_the_layers_graph(dtype):
     assert entered[1].dtype is dtype and seen.shape == (1, 1, 16, 16)
     expected = torch.block_diag(torch.ones(4, 4), torch.ones(6, 6)).tril().bool()
     assert torch.equal(seen[0, 0, :10, :10], expected)
+    hidden, named = flat.enter((torch.randn(2, 6, 3),), {"mask": mask, "n": 3}, mask, keep=False)
+    alone, by_name = with_document_mask(hidden, named)
+    assert torch.equal(by_name["mask"], entered[1]) and by_name["n"] == 3 and len(alone) == 1
     plain = (args[:1], {"x": 1})
     assert with_document_mask(*plain) == plain
 

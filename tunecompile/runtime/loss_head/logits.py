@@ -272,13 +272,7 @@ def add_bias(func: Callable, args: tuple, kwargs: dict) -> Any:
 def write(func: Callable, args: tuple, kwargs: dict) -> Any:
     """A temperature, as of TRL's GRPO. All that shares the memory has it from now on."""
     recipe = recipe_of(args[0])
-    if (
-        not isinstance(recipe, Logits)
-        or not recipe.deferred
-        or recipe.base.real is not None
-        or len(args) != 2
-        or kwargs
-    ):
+    if not isinstance(recipe, Logits) or not recipe.deferred or recipe.base.real is not None or kwargs:
         return NotImplemented
     if (
         not isinstance(args[1], (int, float))
