@@ -66,6 +66,10 @@ WITHOUT_LOGITS = {
         picked(logits, labels) - torch.stack([row.logsumexp(-1) for row in logits], dim=0)
     ),
     "rows of log-probabilities": each_row(log_probs),
+    "a batch of one row": lambda logits, labels: each_row(log_probs)(logits[1:], labels[1:]),
+    "sums of a batch of one row": lambda logits, labels: (
+        picked(logits[:1], labels[:1]) - torch.stack([row.logsumexp(-1) for row in logits[:1]])
+    ),
     "scaled rows of log-probabilities": lambda logits, labels: each_row(log_probs)(logits * 3, labels),
     "rows that are scaled": each_row(lambda row, labels: log_probs(row / 0.7, labels)),
     "a soft-cap": lambda logits, labels: log_probs(torch.tanh(logits / 2.0) * 2.0, labels),
@@ -147,6 +151,12 @@ OF_LOGITS = {
     "scaled once read": scaled_once_read,
     "picks at a temperature": lambda logits, labels: logits.gather(-1, labels[..., None]).div_(0.5),
     "at a temperature by name": lambda logits, labels: log_probs(logits.mul_(other=2), labels),
+    "losses of sums": lambda logits, labels: F.cross_entropy(
+        logits.logsumexp(-1), labels[:, 0] % TOKENS, reduction="none"
+    ),
+    "losses towards logits": lambda logits, labels: F.cross_entropy(
+        torch.linspace(0, 1, WORDS).expand(ROWS * TOKENS, WORDS).double(), logits.flatten(0, 1), reduction="none"
+    ),
     "rounded at a temperature": lambda logits, labels: log_probs(logits.div_(0.3, rounding_mode="floor"), labels),
     "scores and log-probabilities": lambda logits, labels: logits.log_softmax(-1).exp() + logits.sigmoid(),
     "a pick of other logits": lambda logits, labels: picked(logits * 2, labels) - logits.logsumexp(-1),

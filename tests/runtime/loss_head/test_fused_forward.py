@@ -10,7 +10,8 @@ from torch import nn
 from tests.support.notes import has
 from tunecompile.integrations.bitsandbytes import STATE
 from tunecompile.runtime.loss_head import fused_forward
-from tunecompile.runtime.loss_head.fused_forward import _scores, _unfit
+from tunecompile.runtime.loss_head.fused_forward import FusedForward, _scores, _unfit
+from tunecompile.runtime.step import Step
 
 REFUSED = {
     "no matrix": (torch.ones(3), 1.0),
@@ -56,3 +57,16 @@ def test_a_head_of_four_bits_is_dequantised(monkeypatch):
     call = dict(hidden=hidden, weight=weight, bias=None, labels=labels, outputs=())
     found, *_ = _scores(SimpleNamespace(**call, logit_scale=1.0, temperature=1.0, softcap=None))
     torch.testing.assert_close(found, (hidden @ whole.t()).log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1))
+
+
+def test_scores_that_are_others_are_the_packages_own(monkeypatch):
+    """And the report says so. An evaluation is no step: nothing is said of it."""
+    same = []
+    monkeypatch.setattr(fused_forward.trl, "same_scores", lambda ours, theirs, call: same.append(call) or False)
+    fused = SimpleNamespace(step=Step(active=True), known={})
+    call = SimpleNamespace(hidden=torch.ones(1, 2), weight=torch.ones(3, 2), bias=None, temperature=1.0, options=(0.5,))
+    for _ in range(2):
+        assert has([FusedForward.score(fused, call, None)], "fused-head-computes-else")
+    assert same == [call], "options are looked at once"
+    fused.step.active = False
+    assert FusedForward.score(fused, call, None) is None

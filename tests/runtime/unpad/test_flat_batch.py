@@ -67,7 +67,7 @@ def test_results_are_read_as_they_were_before_they_were_padded(keep, named):
         return [kwargs[name] for name in "ab"[: len(values)]] if named else list(args)
 
     assert (entered(padded)[0] is row) is keep
-    assert entered(torch.randn(2, 6, 3), padded)[1] is not row, "not the hidden states"
+    assert all(each is not row for each in entered(torch.randn(2, 6, 3).mul_(2), padded)), "other hidden states"
     padded.add_(1)
     assert entered(padded)[0] is not row
     flat.leave(row, keep=False)
@@ -75,6 +75,20 @@ def test_results_are_read_as_they_were_before_they_were_padded(keep, named):
     assert flat.rows.shared
     flat.forget()
     assert not flat.rows.shared and flat.rows.last is None and entered(again)[0] is not row
+
+
+@pytest.mark.parametrize("watch", [torch.Tensor.retain_grad, lambda x: x.register_hook(lambda grad: grad * 3)])
+def test_a_gradient_that_is_watched_passes_the_padded_result(watch):
+    """The row in its place would lead past it: no gradient was retained, and no hook called."""
+    flat, row = flat_of(4, 6), torch.randn(1, 16, 3, requires_grad=True)
+    padded = flat.leave(row * 1, keep=True)
+    watch(padded)
+    (again,), _ = flat.enter((padded,), {}, None, keep=True)
+    again[:, :10].sum().backward()
+    if watch is torch.Tensor.retain_grad:
+        assert torch.equal(padded.grad, lengths_mask(4, 6)[..., None].expand(2, 6, 3).float())
+    else:
+        assert (row.grad[:, :10] == 3).all()
 
 
 def test_results_of_any_form():

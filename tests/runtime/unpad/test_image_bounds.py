@@ -14,7 +14,7 @@ from tests.support.compare import assert_close
 from tests.support.models.images import GRIDS, adapted, images_of, padded, qwen2_5_vl, qwen3_vl
 from tests.support.notes import fell_back, has
 from tunecompile.integrations.kernel_functions.fork import Fork, fork_of
-from tunecompile.runtime.unpad.image_bounds import read_bounds
+from tunecompile.runtime.unpad.image_bounds import ImageBounds, read_bounds
 
 tf = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -264,3 +264,25 @@ def test_another_fork_is_none(old, new, tmp_path):
     namespace = dict(vars(qwen))
     exec(compile(path.read_text(), str(path), "exec"), namespace)
     assert fork_of(namespace["Qwen2_5_VLVisionAttention"].forward) is None
+
+
+class OnGpu(torch.Tensor):
+    """As far as it is asked."""
+
+    is_cuda = True
+
+
+def test_a_gpu_without_a_kernel_for_bounds_gets_images_one_by_one(monkeypatch):
+    """In 32 bits a mask of all pairs of patches would be made."""
+    tower, bounds = ImageBounds([], "bounds", 1), torch.tensor([0, 4, 12], dtype=torch.int32)
+
+    def read(dtype, kind=torch.Tensor, *sizes):
+        found = tower.read((torch.zeros(sizes or (12, 3), dtype=dtype).as_subclass(kind), bounds), {})
+        assert found is None or found[0] is bounds and found[1].tolist() == [0, 4, 12, 12]
+        return found is not None
+
+    assert read(torch.float32) and read(torch.bfloat16, OnGpu) and not read(torch.float32, OnGpu)
+    assert tower.read((torch.zeros(12, 3), [0, 4, 12]), {}) is None and tower.read((torch.zeros(12, 3),), {}) is None
+    assert not read(torch.float32, torch.Tensor, 12) and not read(torch.float32, torch.Tensor, 11, 3)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    assert read(torch.float32, OnGpu)

@@ -11,6 +11,8 @@ from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.models.pairs import pair
 from tests.support.notes import has
+from tunecompile.runtime.step import Step
+from tunecompile.runtime.unpad import norm_slot
 from tunecompile.runtime.unpad.norm_slot import NormSlot
 
 modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
@@ -179,3 +181,18 @@ def test_a_norm_reads_the_row_of_its_one_argument():
         assert NormSlot._row(slot, args, kwargs) is None
     slot.unpadded = None
     assert NormSlot._row(slot, (x,), {}) is None
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"active": False}, {"grad": False}, {"tokens": 5}, {"refused": True}, {"compiling": True}], ids=str
+)
+def test_a_norm_is_compiled_for_many_tokens_of_a_step(options, monkeypatch):
+    """Anywhere else it is the module's own code, whose rounding others know."""
+    told = {"active": True, "grad": True, "tokens": 6, "refused": False, "compiling": False, **options}
+    monkeypatch.setattr(norm_slot, "LARGE", 24)
+    monkeypatch.setattr(norm_slot, "is_compiling", lambda: told["compiling"])
+    slot = SimpleNamespace(step=Step(active=told["active"]), layer=nn.Identity(), compiled=None)
+    slot._refused, slot._gathered = lambda: told["refused"], lambda compiled, args, kwargs: "compiled"
+    with torch.set_grad_enabled(told["grad"]):
+        found = NormSlot._norm(slot, (torch.ones(1, told["tokens"]),), {})
+    assert isinstance(found, torch.Tensor) if options else found == "compiled"

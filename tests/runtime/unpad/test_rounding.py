@@ -106,6 +106,19 @@ def test_sizes_that_came_often_before_it_was_known_that_launches_are_waited_for(
     assert not made._pays((2, 30), 39), "nothing is recorded"
 
 
+def test_launches_are_known_by_numbers_of_tokens(monkeypatch):
+    """Of calls that ran as they come: a fourth more are taken to be waited for, too."""
+    monkeypatch.undo()
+    made, layer = Rounding(None, tuple, None, GraphReplays()), nn.Linear(1, 1)
+    made.replays.last_waits = lambda: True
+    made.seen.update((2, length) for length in LENGTHS)
+    made.came(layer, (torch.randn(2, 30, 3),), {}, None)
+    assert not made._pays((2, 28), 56) and made.seen[2, 28] == 1, "too few sizes"
+    made.seen.update([(2, 40)])
+    made.came(layer, (torch.randn(2, 30, 3),), {}, None)
+    assert made._pays((3, 25), 75) and not made._pays((4, 19), 76)
+
+
 def test_batches_of_other_kinds_between(shapes):
     """With padding, scored without gradients, evaluated, generated."""
     ours, plain = pair(lambda: zoo.make("llama"))

@@ -256,8 +256,8 @@ def _recorded(func: Callable, args: tuple) -> PairMask | None:
 
 def _is_all(mask: Any, index: Any) -> bool:
     """Whether an index leaves nothing out: a model that may cut rows writes `mask[:, :, -0:, :]` for all of them."""
-    index = index if isinstance(index, tuple) else (index,)
-    if not isinstance(mask, PairMask) or len(index) > mask.dim() or not all(type(each) is slice for each in index):
+    index = index if isinstance(index, tuple) else (index,)  # of another tensor, it has a mask in it
+    if len(index) > mask.dim() or not all(type(each) is slice for each in index):
         return False
     return all(each.indices(size) == (0, size, 1) for each, size in zip(index, mask.shape))
 
