@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import math
 import pickle
 from functools import partial
 
@@ -277,30 +276,6 @@ def test_queries_may_be_fewer_than_keys(small):
     assert len(found) == B * 4 and all(torch.equal(values, expected) for values, expected in found)
 
 
-class OnGpu(torch.Tensor):
-    """As far as it is asked."""
-
-    is_cuda = True
-
-
-@pytest.mark.parametrize(
-    "written_out, cuda, length, records",
-    [
-        (True, True, 64, True),
-        (False, True, 64, False),
-        (True, False, 64, False),
-        (False, False, 8192, True),
-        (False, False, 5793, True),  # 2^25 pairs
-        (False, False, 5792, False),
-    ],
-)
-def test_small_masks_are_watched_where_attention_is_written_out(written_out, cuda, length, records):
-    ids = torch.zeros(1, length, device="meta", dtype=torch.long).as_subclass(OnGpu if cuda else torch.Tensor)
-    recorder = recording.recorder_for([ids], written_out=written_out)
-    assert (recorder is not None) is records
-    assert recorder is None or recorder.pairs == (math.inf if length == 64 else length**2)
-
-
 class Largest(TorchDispatchMode):
     """The most elements of any tensor that is made inside."""
 
@@ -391,23 +366,3 @@ def test_replaced_mask_functions_and_hooks_are_obeyed(small, monkeypatch):
     ours, theirs = seen
     assert type(ours) is torch.Tensor and torch.equal(ours, theirs) and not flattened(model)
     assert model._tunecompile.paddings[0].recorded
-
-
-@pytest.mark.parametrize(
-    "args, kwargs, expected",
-    [
-        ((1.0,), {"device": "cuda"}, True),
-        ((1,), {"device": torch.device("cuda", 0), "dtype": torch.float32}, True),
-        ((True,), {"device": "cuda:0"}, True),
-        ((1.0,), {}, False),
-        ((1.0,), {"device": "cpu"}, False),
-        ((1.0,), {"device": "cuda", "requires_grad": True}, False),
-        ((1.0,), {"device": "cuda", "pin_memory": False}, False),
-        (([1.0],), {"device": "cuda"}, False),
-        ((1.0, torch.float32), {"device": "cuda"}, False),
-        ((1e300,), {"device": "cuda"}, False),
-    ],
-)
-def test_one_number_for_a_gpu_is_filled_in(args, kwargs, expected):
-    """`full` takes no other arguments, and would drop a gradient."""
-    assert recording._is_number_for_gpu(args, kwargs) is expected
