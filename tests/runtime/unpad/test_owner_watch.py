@@ -56,7 +56,8 @@ def test_code_of_other_packages_is_found_wherever_it_is():
         del module.forward
         assert watch.reason() is None
         module.__class__ = type("Foreign", (kind,), {"forward": elsewhere})
-        watch.snapshot = None
+        if place != "embed":  # what runs in layers is in their graphs
+            watch.snapshot = None
         assert watch.reason().code == "unknown-module"
 
 

@@ -135,23 +135,25 @@ def gathers(owner: nn.Module) -> bool:
 class OwnerWatch:
     """Hooks and modules of the user's own, which would see zeros at padding, or documents in one row: losses on hidden
     states, adapters by row, pooling. Looked at for every padded batch; modules are walked again only where one was
-    added, removed or replaced.
+    added, removed or replaced, or where one outside the layers is of another class. (The layers' own code is in graphs.)
     """
 
     def __init__(self, owner: nn.Module, members: Callable[[], Sequence[nn.Module]]):
         self.owner, self.members = owner, members
         self.snapshot: ModuleSnapshot | None = None
         self.mixed: Note | None = None  #: why a module of torch's outside the layers is in the way
+        self.outside: list[tuple[weakref.ref[nn.Module], type]] = []  #: modules outside the layers, and their classes
 
     def reason(self, model: nn.Module | None = None) -> Note | None:
         """Why hidden states have to stay as they are.
 
         model: whose loss is computed from labels; a head of it sees zeros at padding.
         """
-        if self.snapshot is None or self.snapshot.changed:
+        if self.snapshot is None or self.snapshot.changed or any(type(m()) is not kind for m, kind in self.outside):
             self.snapshot = ModuleSnapshot(self.owner)
-            modules = list(self.owner.modules())
-            self.mixed = next(filter(None, map(_mixes, _outside(self.owner, self.members()))), None)
+            modules, outside = list(self.owner.modules()), list(_outside(self.owner, self.members()))
+            self.mixed = next(filter(None, map(_mixes, outside)), None)
+            self.outside = [(weakref.ref(module), type(module)) for module in outside]
             self.kinds = {type(module) for module in modules}
             self.modules = [(weakref.ref(module), type(module), vars(module)) for module in modules]
         if self.mixed or any(global_hooks()[:2]):
