@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree
 from tunecompile._torch.fake_tensors import fake_mode_of, trace, tracing
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.eager_call import outputs
+from tunecompile.ir.nodes import outputs_read
 from tunecompile.ir.op import OPS, Op, returns_view
 from tunecompile.ir.shape_rule_cache import ProcessCache, process_key, signature
 from tunecompile.notes import note
-from tunecompile.planner.cost_model import flops, is_attention, share_attention
+from tunecompile.planner.cost_model import share_flops
 
 __all__ = ["PASS"]
 
@@ -45,8 +46,7 @@ def _bind(run: Callable, op: Op, node: Node) -> Callable:
     """Fill in the parameters `used` and `dying` of a provider that declares them (`tunecompile.ir.op.Op.provider`)."""
     asked, told = inspect.signature(run).parameters, {}
     if "used" in asked:
-        read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
-        told["used"] = tuple(i in read for i in range(len(node.meta["val"])))
+        told["used"] = outputs_read(node)
     if "dying" in asked:
         told["dying"] = tuple(
             name for name, value in zip(op.parameters, node.args) if isinstance(value, Node) and _dies(value)
@@ -92,8 +92,7 @@ def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]
     traced = graphs.get(key) or (known or {}).get(here) or trace(call, tuple(values), mode)
     before = node.prev
     results = _inline(graph, node, traced, [flat[i] for i in inputs], mode)
-    if is_attention(node):
-        share_attention(flops(node), _between(before, node))
+    share_flops(node, _between(before, node))
     if (anywhere is not None or known is None) and _has_meaning_elsewhere(traced.graph):
         for inner in traced.graph.nodes:
             inner.meta.pop("val", None)

@@ -11,7 +11,9 @@ import tunecompile
 from tests.support import zoo
 from tunecompile._torch.cuda import attention_order
 from tunecompile.compiler.pass_manager import Context
+from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.passes import lower
+from tunecompile.planner.cost_model import graph_work
 from tunecompile.planner.liveness import extent
 
 by_heads = importlib.import_module(
@@ -78,16 +80,20 @@ def test_the_same_gradients_laid_out_the_same_way(scarce, strided, batch, heads,
         assert torch.equal(one, other) and one.stride() == other.stride()
 
 
-def test_a_view_of_something_larger_is_read_from_memory_of_its_own(scarce):
-    def gradients(x, grad):
-        q, k, v = (part.view(2, 9, -1, 8).transpose(1, 2) for part in x.split([48, 48, 48], -1))
-        out, *saved = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q * 2, k * 2, v, 0.0, True)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q * 2, k * 2, v, out, *saved, 0.0, True
-        )
+def of_one_product(x, grad):
+    q, k, v = (part.view(2, 9, -1, 8).transpose(1, 2) for part in x.split([48, 48, 48], -1))
+    out, *saved = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q * 2, k * 2, v, 0.0, True)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q * 2, k * 2, v, out, *saved, 0.0, True
+    )
 
-    inputs = torch.randn(2, 9, 144), torch.randn(2, 6, 9, 8)
-    gm = make_fx(gradients, tracing_mode="fake")(*inputs)
+
+OF_ONE_PRODUCT = torch.randn(2, 9, 144), torch.randn(2, 6, 9, 8)
+
+
+def test_a_view_of_something_larger_is_read_from_memory_of_its_own(scarce):
+    inputs = OF_ONE_PRODUCT
+    gm = make_fx(of_one_product, tracing_mode="fake")(*inputs)
     whole = gm(*inputs)
     (copy,) = [
         node
@@ -150,6 +156,17 @@ def test_a_kernel_that_takes_its_output_to_be_dense_is_left_alone(monkeypatch):
         gm, _ = backward("cuda", 2, 4, 4, 300, 64, torch.bfloat16)
     allow(monkeypatch, 1)
     assert len(calls(split(gm).graph)) == 1
+
+
+def test_copies_of_heads_multiply_nothing(scarce):
+    """All of attention was counted again for the kernels that copy its arguments: twice the time of long rows."""
+    pytest.importorskip("triton")
+    graphs = [make_fx(of_one_product, tracing_mode="fake")(*OF_ONE_PRODUCT).graph for _ in range(2)]
+    with as_on_gpu():
+        lower.attention_by_heads.run(graphs[0], Context("layer"))
+    launches = [node for node in graphs[0].nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]
+    assert launches and len(calls(graphs[0])) > 1
+    assert graph_work(graphs[0]).attention == graph_work(graphs[1]).attention
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tunecompile.ir.op import OPS
-from tunecompile.planner.cost_model import GAP, RIDGE, SUSTAINED, Work, beside_layers, flops, graph_work
+from tunecompile.planner.cost_model import GAP, GROUPED, RIDGE, SUSTAINED, Work, beside_layers, flops, graph_work
 from tunecompile.planner.hardware import Rates
 
 N = 64
@@ -61,6 +61,20 @@ def test_milliseconds():
     gapped = Rates(100.0, 1.0, 10.0, 10.0, launches=True)
     assert done.ms(gapped) == pytest.approx(done.ms(plain) + 2 * GAP)
     assert done + Work(1, 1, 1, 1) == Work(871, 88, 51, 3) and done.flops == 957
+
+
+def test_grouped_products_take_longer_than_others():
+    plain, work = Rates(flops=100.0, copy=1.0), Work(grouped=650)
+    assert work.math_ms(plain) == pytest.approx(6.5 / GROUPED / SUSTAINED)
+    assert (work + Work(100, grouped=50)).flops == 800
+
+
+@pytest.mark.parametrize("left, right", [((48, 8), (3, 8, 32)), ((8, 48), (48, 32)), ((3, 16, 8), (8, 96))])
+def test_grouped_products_of_torch_count(left, right):
+    """torch's counter knows nothing of them: experts that are trained were multiplied in no time."""
+    node = called(torch.ops.aten._grouped_mm.default, [left, right, (3,)])
+    rows = {2: 48, 3: 16 * 3}[len(left)] if left != (8, 48) else 48
+    assert flops(node) == 2 * rows * 8 * 32
 
 
 def test_head_loss_and_optimizer():

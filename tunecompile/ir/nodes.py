@@ -9,13 +9,29 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-__all__ = ["DISTURBED", "between", "first_of", "is_barrier", "is_disturbed", "is_mutation", "node_arg", "written_value"]
+__all__ = [
+    "DISTURBED",
+    "between",
+    "first_of",
+    "is_barrier",
+    "is_disturbed",
+    "is_mutation",
+    "node_arg",
+    "outputs_read",
+    "written_value",
+]
 
 
 def node_arg(node: Node, i: int) -> Node | None:
     """Return the positional argument `i` of a node if it is a node; None if it is a constant, or missing."""
     argument = node.args[i] if i < len(node.args) else None
     return argument if isinstance(argument, Node) else None
+
+
+def outputs_read(node: Node) -> tuple[bool, ...]:
+    """Return of each output of a node that has several whether anything reads it."""
+    read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+    return tuple(at in read for at in range(len(node.meta["val"])))
 
 
 _IN_PLACE_NAMES = (

@@ -7,6 +7,7 @@ and a value that is needed in memory is written once.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from tunecompile._torch.fake_tensors import fake_mode_of, size_hint
+from tunecompile.ir.nodes import outputs_read
 from tunecompile.ir.op import OPS, Cost, aten_name
 from tunecompile.planner.device_memory import gradient_bytes
 from tunecompile.planner.hardware import Rates
@@ -27,6 +29,8 @@ RIDGE = 160  #: operations a byte below which a product is bound by memory. H200
 #: Share of a lone product's rate that a GPU sustains: one that multiplies all the time lowers its clock. Whole steps on
 #: an H200: 0.90 to 0.97
 SUSTAINED = 0.94
+#: Share of that rate that grouped products reach. An H100 with 128 experts: 520 TFLOP/s, with 32 and adapters: 450
+GROUPED = 0.65
 GAP = 0.004  #: milliseconds from one kernel to the next. Whole steps on an H200: 3.5 to 4 us
 
 
@@ -38,6 +42,7 @@ class Work:
     attention: int = 0  #: floating point operations of attention, as if nothing were masked
     traffic: int = 0  #: bytes that other kernels read and write, and those of products that their math does not hide
     kernels: int = 0  #: launches
+    grouped: int = 0  #: floating point operations of grouped products: rows, each with the matrix of its expert
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -45,16 +50,18 @@ class Work:
             self.attention + other.attention,
             self.traffic + other.traffic,
             self.kernels + other.kernels,
+            self.grouped + other.grouped,
         )
 
     @property
     def flops(self) -> int:
         """Floating point operations of products and attention."""
-        return self.products + self.attention
+        return self.products + self.grouped + self.attention
 
     def math_ms(self, rates: Rates, scale: float = 1.0) -> float:
         """Milliseconds of products and attention, for `scale` times the tokens."""
-        return scale * (self.products / rates.flops + self.attention / rates.attention) / SUSTAINED
+        products = self.products + self.grouped / GROUPED
+        return scale * (products / rates.flops + self.attention / rates.attention) / SUSTAINED
 
     def ms(self, rates: Rates, scale: float = 1.0) -> float:
         """Milliseconds of all kernels and of the gaps between them, for `scale` times the tokens."""
@@ -104,6 +111,8 @@ def _product(node: Node) -> Work:
     if is_attention(node):
         return Work(attention=operations, kernels=1)
     exposed = max(0, moved - operations // RIDGE)  # bytes beyond those that the math hides
+    if _is_grouped(node):
+        return Work(grouped=operations, traffic=exposed, kernels=1)
     rate = 2 if "scaled" in aten_name(node.target) else 1  # FP8 has twice the rate
     return Work(operations // rate, traffic=exposed, kernels=1)
 
@@ -112,19 +121,33 @@ def _launch(node: Node) -> Work:
     """The work of one launch of a Triton kernel."""
     if operations := node.meta.get(_ATTENTION):
         return Work(attention=operations, kernels=1)
-    return Work(traffic=sum(map(node_bytes, set(_nodes(node)))), kernels=1)
+    products, grouped = node.meta.get(_LAUNCHED, 0), node.meta.get(_GROUPED, 0)
+    exposed = max(0, _launched_bytes(node) - (products + grouped) // RIDGE)
+    return Work(products, traffic=exposed, kernels=1, grouped=grouped)
 
 
-def share_attention(operations: int, nodes: Sequence[Node]) -> None:
-    """Note on the Triton launches among these nodes, which attention became, what they multiply: no launch shows it.
+def share_flops(call: Node, nodes: Sequence[Node]) -> None:
+    """Note on Triton launches what they multiply: no launch shows it.
 
     Args:
-        operations: of the attention, as `flops` counts them.
-        nodes: of a lowered graph.
+        call: of an op. Products that it became beside the launches are counted by themselves.
+        nodes: what it became in a lowered graph. Launches that read and write more have more of the operations.
     """
     launches = [node for node in nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]
-    for node in launches:
-        node.meta[_ATTENTION] = operations // len(launches)
+    op, attends = OPS.get(call.target), is_attention(call)
+    if not launches or not (attends or (op is not None and op.flops is not None)):
+        return
+    apart = [n for n in nodes if n.op == "call_function" and (is_attention(n) or node_cost(n) is Cost.MATMUL)]
+    rest = max(0, flops(call) - sum(map(flops, apart)))
+    moved = [_launched_bytes(node) for node in launches]
+    kind = _ATTENTION if attends else _GROUPED if _is_grouped(call) else _LAUNCHED
+    for node, nbytes in zip(launches, moved):
+        node.meta[kind] = rest * nbytes // max(1, sum(moved))
+
+
+def _launched_bytes(node: Node) -> int:
+    """Bytes that a Triton launch reads or writes."""
+    return sum(map(node_bytes, set(_nodes(node))))
 
 
 def _nodes(node: Node) -> list[Node]:
@@ -145,7 +168,10 @@ def flops(node: Node) -> int:
     """Floating point operations of a product or attention call, at the hinted sizes; 0 without a formula."""
     args, kwargs = torch.fx.map_arg((list(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
     if (op := OPS.get(node.target)) is not None and op.flops is not None:
-        return size_hint(op.flops(*args, **kwargs))
+        read = {"used": outputs_read(node)} if "used" in inspect.signature(op.flops).parameters else {}
+        return size_hint(op.flops(*args, **kwargs, **read))
+    if _is_grouped(node):
+        return _grouped_flops(*args[:2])
     if is_attention(node):
         return _attention_flops(node, args, kwargs)
     run: Any = node.target if op is None else op.reference
@@ -157,6 +183,14 @@ def flops(node: Node) -> int:
 def is_attention(node: Node) -> bool:
     """Whether this is a fused attention kernel, forward or backward."""
     return "attention" in aten_name(node.target)
+
+
+def _is_grouped(node: Node) -> bool:
+    """Whether this multiplies rows, each by the matrix of its expert."""
+    op = OPS.get(node.target)
+    if op is not None:
+        return op.cost is Cost.MATMUL and {"weight", "offsets"} <= {*op.parameters}
+    return aten_name(node.target).endswith("_grouped_mm")
 
 
 def _attention_flops(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -178,6 +212,15 @@ def _attention_flops(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return _operations(backward, q, keys, seen)
 
 
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> int:
+    """Operations of a grouped product, of which torch's counter knows nothing: of rows [S, K] with matrices [E, K, N],
+    each with one, or of [M, S] and [S, N], whose sums over S are split.
+    """
+    if left.dim() == 2:
+        return size_hint(2 * left.numel() * right.shape[-1])
+    return size_hint(2 * right.numel() * left.shape[-2])
+
+
 def _operations(backward: bool, q: torch.Tensor, keys: Any, window: int | None) -> int:
     """Operations of each query's products with so many keys, or with those in its window."""
     seen = size_hint(keys) if window is None else min(size_hint(keys), window)
@@ -186,5 +229,7 @@ def _operations(backward: bool, q: torch.Tensor, keys: Any, window: int | None) 
 
 #: key of a Triton launch's `meta`: floating point operations of the attention that it computes
 _ATTENTION = "tunecompile_attention"
+#: the same of grouped products, and of other ones
+_GROUPED, _LAUNCHED = "tunecompile_grouped", "tunecompile_products"
 #: where flash attention of documents has the length of the longest, forward and backward
 _LONGEST = (6, 9)

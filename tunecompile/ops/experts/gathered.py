@@ -24,10 +24,21 @@ def forward_flops(x, order, choices, weight, *_) -> int:
     return 2 * order.shape[0] * weight.shape[1] * weight.shape[2]
 
 
-def backward_flops(grad, grad_order, grad_choices, x, order, choices, weight, offsets, *_) -> int:
-    """Count dX: as much as the forward."""
+def backward_flops(
+    grad,
+    grad_order,
+    grad_choices,
+    x,
+    order,
+    choices,
+    weight,
+    offsets,
+    *_,
+    used: Sequence[bool] = (True, False),
+) -> int:
+    """Count dX and dW, each as much as the forward, where they are read."""
     rows = (order if grad_order is None else grad_order).shape[0]
-    return 2 * rows * weight.shape[1] * weight.shape[2]
+    return 2 * rows * weight.shape[1] * weight.shape[2] * sum(used[:2])
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops)

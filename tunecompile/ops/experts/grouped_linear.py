@@ -28,9 +28,9 @@ def forward_flops(x, weight, *_) -> int:
     return 2 * x.shape[0] * weight.shape[1] * weight.shape[2]
 
 
-def backward_flops(grad, *rest) -> int:
-    """Count dX: as much as the forward."""
-    return forward_flops(*rest)
+def backward_flops(grad, *rest, used: Sequence[bool] = (True, False)) -> int:
+    """Count dX and dW, each as much as the forward, where they are read."""
+    return forward_flops(*rest) * sum(used[:2])
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops)

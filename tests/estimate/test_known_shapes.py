@@ -1,0 +1,41 @@
+"""Plans of all known shapes, beside what is counted by hand from their modules."""
+
+import pytest
+from torch import nn
+
+from tunecompile.estimate.known_shapes import SHAPES, shape_config
+from tunecompile.estimate.meta_model import meta_model
+from tunecompile.estimate.multi_gpu import Question, plan
+from tunecompile.planner.datasheets import find_gpu
+
+pytest.importorskip("peft")
+LENGTH, RANK = 2048, 16
+QUICK = [("mixture-tiny", mode) for mode in ("qlora", "full")]
+SLOW = [(name, mode) for name in SHAPES for mode in ("qlora", "lora", "full") if (name, mode) not in QUICK]
+
+
+def multiplied(name: str, mode: str) -> int:
+    """Weights that a token is multiplied by: of experts' stacks, the share that a token chooses. Adapters are left out."""
+    config = shape_config(name).to_dict()
+    chosen = next((config[key] for key in ("num_experts_per_tok", "top_k_experts") if config.get(key)), 0)
+    counts = ("num_local_experts", "n_routed_experts", "num_experts")
+    experts = next((config[key] for key in counts if config.get(key)), 1)
+    total = 0
+    for path, module in meta_model(name, mode, RANK).named_modules():
+        if isinstance(module, nn.Linear):
+            total += module.in_features * module.out_features * ("lora_" not in path)
+        elif "lora_" not in path:
+            stacks = [p for p in module.parameters(recurse=False) if p.dim() == 3 and len(p) == experts]
+            total += sum(p.numel() * chosen // experts for p in stacks)
+    return total
+
+
+@pytest.mark.parametrize("name, mode", [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_operations(name, mode):
+    """Experts were multiplied in no time, where a template does it or torch's grouped product."""
+    pytest.importorskip("triton")
+    weights = multiplied(name, "full")
+    least = (6 if mode == "full" else 4) * weights * LENGTH
+    found = plan(Question(name, mode, 1, LENGTH, find_gpu("h100"))).flops
+    assert found > least
+    assert weights < 10**9 or found < 1.25 * least  # with attention, as if nothing were masked, and adapters
