@@ -39,3 +39,13 @@ def test_operations(name, mode):
     found = plan(Question(name, mode, 1, LENGTH, find_gpu("h100"))).flops
     assert found > least
     assert weights < 10**9 or found < 1.25 * least  # with attention, as if nothing were masked, and adapters
+
+
+@pytest.mark.parametrize("gpu, dtype", [("h100", "bfloat16"), ("t4", "float16")])
+def test_what_full_training_holds(gpu, dtype):
+    """The note said moments in fp32, where each is counted in the dtype of its weight, as torch's AdamW makes it."""
+    report = plan(Question("llama-tiny", "full", 1, 64, find_gpu(gpu)))
+    (held,) = report.engines
+    assert held.optimizer == 2 * held.gradients and held.gradients == pytest.approx(held.weights, rel=0.01)
+    (said,) = [str(each) for each in report.notes if each.code == "full-training-state"]
+    assert dtype in said and "fp32" not in said

@@ -323,7 +323,7 @@ class MultiGpuPlanner:
         gpu, asked = self.question.gpu, self.question
         told = [] if gpu.measured else [note("gpu-not-measured", gpu.title)]
         if asked.mode == "full":
-            told.append(note("full-training-state"))
+            told.append(note("full-training-state", str(gpu.dtype).removeprefix("torch.")))
         if asked.mode == "qlora" and asked.gpus > 1:
             told.append(note("fsdp2-shards-floats"))
         if asked.gpus > 1:
