@@ -2,11 +2,13 @@
 
 import copy
 import functools
+import importlib
 import sys
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tunecompile
 from tests.support import zoo
@@ -86,6 +88,51 @@ def test_functions_are_known_under_autocast():
     ):
         with torch.autocast("cpu", torch.bfloat16):
             assert meanings.agrees(getattr(file, name).__wrapped__, meanings.MEANINGS[name]), name
+
+
+class Multiplied(TorchDispatchMode):
+    """Notes the most multiplications of one product."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            self.most = max(self.most, args[0].numel() * args[1].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_examples_are_too_small_for_products_in_bf16(family):
+    """oneDNN multiplies larger ones so where `set_float32_matmul_precision("medium")` is set, on CPUs that can: no
+    function would have been known. This CPU may be none of them."""
+    home = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    for name in meanings.MEANINGS.keys() & vars(home).keys():
+        with Multiplied() as seen:
+            assert meanings.agrees(getattr(home, name).__wrapped__, meanings.MEANINGS[name])
+        assert seen.most <= 16**3, name
+
+
+def test_a_function_without_chunks_is_compared_too():
+    import transformers.models.qwen3_5.modeling_qwen3_5 as home
+
+    def alone(query, key, value, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False):
+        options = dict(initial_state=initial_state, output_final_state=output_final_state)
+        rule = home.torch_chunk_gated_delta_rule.__wrapped__
+        return rule(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **options)
+
+    assert meanings.agrees(alone, meanings.MEANINGS["torch_chunk_gated_delta_rule"])
+
+
+def test_a_layer_that_was_asked_of_before_its_functions_were_compared(monkeypatch):
+    """They are compared later where the first attempt was under a mode; the layer was taken for one without ops."""
+    module = importlib.import_module("tunecompile.integrations.kernel_functions.substitute")
+    monkeypatch.setattr(module, "_taken", {})
+    layer = hybrids.make("qwen3_5").model.layers[0]
+    assert not knows_documents(layer)
+    with FakeTensorMode():
+        assert substitute({type(inner) for inner in layer.modules()}) is None
+    assert substitute({type(inner) for inner in layer.modules()})
+    assert knows_documents(layer)
 
 
 def test_what_gives_something_else_is_no_op():

@@ -6,6 +6,7 @@ stands, for calls that no op has.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,6 +182,8 @@ def _waves(*shape: int) -> Tensor:
 def _delta_example() -> tuple[Sequence[Any], dict[str, Any]]:
     decays, rates = -_waves(1, 5, 2).abs(), _waves(1, 5, 2).sigmoid()
     named = dict(g=decays, beta=rates, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    # two chunks; and oneDNN multiplies fp32 in bf16 where users ask for "medium" precision, but no such small chunks
+    named["chunk_size"] = 4
     return (_waves(1, 5, 2, 4) + 0.1, _waves(1, 5, 2, 4) - 0.3, _waves(1, 5, 2, 3)), named
 
 
@@ -230,6 +233,8 @@ def agrees(written: Callable, meaning: Meaning) -> bool:
     autocast."""
     try:
         args, kwargs = meaning.example()
+        if "chunk_size" not in inspect.signature(written).parameters:
+            kwargs.pop("chunk_size", None)
         with no_autocast():
             expected = torch.utils._pytree.tree_leaves(written(*args, **kwargs))
             made = torch.utils._pytree.tree_leaves(meaning.make(written)(*args, **kwargs))

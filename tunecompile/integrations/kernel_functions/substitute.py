@@ -63,9 +63,9 @@ def knows_documents(module: nn.Module) -> bool:
     The files are looked for once, since adapters do not change them. Another function may take the place of one later.
     """
     if (files := _known.get(module)) is None:
-        taken = {file for file, _ in _taken}
-        files = _known[module] = frozenset({type(inner).__module__ for inner in module.modules()} & taken)
-    return bool(files) and not any(_has_others(file) for file in files)
+        files = _known[module] = frozenset(type(inner).__module__ for inner in module.modules())
+    taken = {file for file, _ in _taken} & files  # which may be more by now: not in every mode are functions compared
+    return bool(taken) and not any(_has_others(file) for file in taken)
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
