@@ -53,6 +53,23 @@ def test_on_a_cpu_the_clock_is_read(monkeypatch):
     assert abs(found - 3.0) < 1e-9 and len(runs) == 6
 
 
+def test_products_in_tf32_are_measured_by_themselves(monkeypatch):
+    """The first rate was kept for the process: an eighth of what fp32 reaches once the user allows TF32."""
+    measured = []
+    monkeypatch.setattr(hardware, "_measured", lambda device, dtype: measured.append(dtype) or len(measured))
+    hardware._once.cache_clear()
+    before = torch.get_float32_matmul_precision()
+    try:
+        found = []
+        for precision in ("highest", "high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            found.append([hardware.measure_rates(torch.device("cpu"), d) for d in (torch.float32, torch.bfloat16)])
+    finally:
+        torch.set_float32_matmul_precision(before)
+        hardware._once.cache_clear()
+    assert found == [[1, 2], [3, 2], [1, 2]]
+
+
 def test_bytes_of_a_gpu(monkeypatch):
     """By the driver's and the allocator's books; other processes' tensors are none of this one's libraries."""
     books = {"free": 50, "total": 100, "reserved": 20}

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,12 +37,17 @@ WARM = 0.03
 BUSY = 500_000
 
 
-@functools.cache
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure a device once a process, with matrix products in `dtype`.
+    """Measure a device once a process, with matrix products in `dtype`; those of fp32 once with TF32 and once without.
 
     The products are of random numbers: zeros draw less power and run faster.
     """
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    return _once(device, dtype, backend.matmul.fp32_precision if dtype == torch.float32 else "")
+
+
+@functools.cache
+def _once(device: torch.device, dtype: torch.dtype, precision: str) -> Rates:
     current = torch.cuda.device(device if device.type == "cuda" else -1)  # events are recorded on its stream
     with outside_compilation(), current:
         return _measured(device, dtype)
@@ -56,7 +62,7 @@ def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
     if device.type != "cuda":
         return Rates(flops, float("inf"), attention=flops)
     source = torch.empty(COPIED, dtype=torch.uint8, device=device)
-    target = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(COPIED, dtype=torch.uint8, device="cpu", pin_memory=True)
     copy = COPIED / _milliseconds(lambda: target.copy_(source, non_blocking=True), device)
     bandwidth = 2 * left.nbytes / _milliseconds(left.neg_, device)
     return Rates(flops, copy, bandwidth, flops, launches=True)
