@@ -48,6 +48,18 @@ def small(monkeypatch):
     monkeypatch.setattr(pair_masks, "BLOCK", 2 * T)
 
 
+def test_a_number_makes_the_default_dtype_of_a_mask():
+    """What the first default dtype gave was kept for all."""
+    tokens, before = torch.arange(T), torch.get_default_dtype()
+    try:
+        for default in (torch.float32, torch.float64, torch.bfloat16):
+            torch.set_default_dtype(default)
+            mask = made(lambda: (tokens[None, :] <= tokens[:, None]) * 1.5)
+            assert type(mask) is PairMask and mask.dtype == default
+    finally:
+        torch.set_default_dtype(before)
+
+
 def made(make, least: int = T * T):
     """What `make` returns while masks are recorded."""
     recorder = MaskRecorder(least)

@@ -298,7 +298,7 @@ def _record(func: Callable, args: tuple) -> PairMask | None:
         (x.dtype, bool(x.dim())) if isinstance(x, Tensor) else x if isinstance(x, torch.dtype) else type(x)
         for x in args
     )
-    dtype = _dtype(func, tuple(like))
+    dtype = _dtype(func, tuple(like), torch.get_default_dtype())
     given = tuple(_kept(x) if isinstance(x, Tensor) else x for x in args)
     return PairMask(MaskCell(Recorded(func, given, shape, dtype, device)))
 
@@ -318,10 +318,13 @@ def _kept(given: Tensor) -> Tensor | Recorded:
 
 
 @functools.lru_cache(maxsize=256)
-def _dtype(func: Callable, like: tuple) -> torch.dtype:
-    """Of the result; like: (dtype, whether it has dimensions) in place of each tensor, and the type of each number."""
+def _dtype(func: Callable, like: tuple, default: torch.dtype) -> torch.dtype:
+    """Of the result; like: (dtype, whether it has dimensions) in place of each tensor, and the type of each number.
+
+    default: torch's, of what bools and a number make.
+    """
     some = (
-        torch.zeros([1] * x[1], dtype=x[0]) if isinstance(x, tuple) else x() if isinstance(x, type) else x for x in like
+        torch.zeros([1] * x[1], dtype=x[0], device="cpu") if isinstance(x, tuple) else x() if isinstance(x, type) else x for x in like
     )
     with plain_functions():
         return func(*some).dtype
