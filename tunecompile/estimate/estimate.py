@@ -158,7 +158,8 @@ def estimate(
         gauge_of(device) if sheet is None else DatasheetGauge(sheet),
         growing=1.0,
     )
-    dry_run, notes = rehearse(state, static, device, batch_shape, sheet)
+    with torch.inference_mode(False):  # there, nothing is trained
+        dry_run, notes = rehearse(state, static, device, batch_shape, sheet)
     rows, length = batch_shape
     return summarize(type(model).__name__, (rows, length), static, dry_run, notes)
 

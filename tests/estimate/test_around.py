@@ -1,0 +1,64 @@
+"""What is in force around an estimate, and does not belong to the step, changes nothing of it."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import tunecompile
+from tunecompile.estimate.meta_model import meta_model
+
+pytest.importorskip("peft")
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+class Functions(TorchFunctionMode):
+    """Of the user: sees all functions, and changes none."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+AROUND = {
+    "a default dtype": lambda: default_dtype(torch.float64),
+    "a default device": lambda: torch.device("meta"),
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    "deterministic algorithms": deterministic,
+    "a mode that sees functions": Functions,
+    "autocast of another device": lambda: torch.autocast("cuda", torch.float16),
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return tunecompile.estimate(meta_model("llama-tiny", "qlora", 8), (2, 64), gpu="h100")
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+@pytest.mark.parametrize("around", AROUND)
+def test_the_same_estimate(around, alone):
+    """Under `inference_mode` no layer was said to be trained."""
+    torch._dynamo.reset()
+    with AROUND[around]():
+        assert tunecompile.estimate(meta_model("llama-tiny", "qlora", 8), (2, 64), gpu="h100") == alone
