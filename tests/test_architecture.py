@@ -33,6 +33,7 @@ PRIVATE = re.compile(
     r"torch\._(?!scaled_mm|grouped_mm|foreach|ops|_version)|torch\.(?!utils\._pytree)\w+\._(?!_)\w"
     r"|\b_compiled_call_impl\b|\._call_impl\b|sys\._getframe"
 )
+FACTORIES = r"torch\.(arange|empty(_strided)?|eye|full|linspace|ones|rand(n|int|perm)?|scalar_tensor|tensor|zeros)"
 LARGEST = 16  #: entries of a folder
 WIDE = {"tunecompile/cli/compare"}  #: one command, whose files are its parts
 
@@ -113,6 +114,20 @@ def private_lines(source: str) -> list[int]:
     return [number for number, line in lines.items() if PRIVATE.search(line)]
 
 
+def elsewhere(files: Mapping[str, str]) -> list[str]:
+    """Tensors that are made without a device: under `torch.set_default_device("cuda")` they would be on the GPU, where
+    nothing can be pinned, and no generator of the CPU draws numbers."""
+    return [
+        f"{path}:{call.lineno}"
+        for path, source in files.items()
+        if top(path) != "cli"
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call)
+        and re.fullmatch(FACTORIES, ast.unparse(call.func))
+        and not {"device", "out", None} & {each.arg for each in call.keywords}
+    ]
+
+
 def keyword(name: str) -> bool:
     return name in ("import", "from", "as", "in", "not", "and", "or", "is", "return", "if", "else", "lambda")
 
@@ -132,6 +147,10 @@ def test_no_circles():
 
 def test_private_torch_is_in_one_place():
     assert private(sources()) == []
+
+
+def test_tensors_are_made_somewhere():
+    assert elsewhere(sources()) == []
 
 
 def test_folders_are_small():
@@ -155,6 +174,7 @@ def test_every_package_has_a_level():
         (private, "runtime/planted.py", "import torch\nprint(torch._C._current_graph_task_id())\n"),
         (private, "ops/planted.py", "from torch._dynamo.utils import counters\n"),
         (private, "report/planted.py", "slot = module._compiled_call_impl\n"),
+        (elsewhere, "planner/planted.py", "pinned = torch.empty(8, pin_memory=True)\n"),
         (crowded, None, ""),
     ],
 )

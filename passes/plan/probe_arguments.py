@@ -25,10 +25,10 @@ class _Draw:
         self.generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return (torch.randn(shape, generator=self.generator) * scale).to(self.device, dtype or self.dtype)
+        return (torch.randn(shape, generator=self.generator, device="cpu") * scale).to(self.device, dtype or self.dtype)
 
     def codes(self, *shape: int, upto: int = 256) -> torch.Tensor:
-        made = torch.randint(0, upto, shape, generator=self.generator, dtype=torch.uint8)
+        made = torch.randint(0, upto, shape, generator=self.generator, dtype=torch.uint8, device="cpu")
         return made.to(self.device)
 
 
@@ -98,7 +98,7 @@ def _experts(draw: _Draw) -> list:
 
 
 def _order(draw: _Draw) -> torch.Tensor:
-    return torch.randperm(TOKENS * CHOICES, generator=draw.generator).to(draw.device)
+    return torch.randperm(TOKENS * CHOICES, generator=draw.generator, device="cpu").to(draw.device)
 
 
 def _gathered_backward(draw: _Draw) -> list:

@@ -29,6 +29,18 @@ class Gated(nn.Module):
         return x + self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+def test_arguments_are_made_under_any_default_device():
+    """A generator of the CPU draws on no other device: templates went untried, and other packages' were given up."""
+    device = torch.device("cpu")
+    for name in ("rms_norm", "dequantize_4bit"):
+        (op,) = (op for op in OPS.values() if op.name == name)
+        found = []
+        for default in ("cpu", "meta"):
+            with torch.device(default):
+                found.append(tree_leaves(arguments_of(op, None, device, torch.float32)))
+        assert all(a is b or a == b if not isinstance(a, torch.Tensor) else torch.equal(a, b) for a, b in zip(*found))
+
+
 def trained():
     """(Report of an optimized model, its largest error of a gradient.)"""
     torch.manual_seed(0)

@@ -113,7 +113,8 @@ def start_copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.E
     Returns:
         (the copy, the event behind which it holds the values: of the GPU that has them, whichever is current).
     """
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    copy = pinned.copy_(values, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(values.device))
     return copy, copied

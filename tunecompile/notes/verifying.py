@@ -41,7 +41,7 @@ NOTES = {
         "no {subject} was measured: its kernels are assumed to reach the same share of the datasheet's rates as an "
         "H200's"
     ),
-    "full-training-state": NoteKind("full: weights, gradients and AdamW's two moments in {subject}, as of a model of that dtype"),
+    "full-training-state": NoteKind("full: weights, gradients and AdamW's two moments in {subject}"),
     "fsdp2-shards-floats": NoteKind(
         "FSDP2 shards floats only: 4-bit weights under it need bnb_4bit_quant_storage=torch.bfloat16",
         "Set it when the model is quantised.",

@@ -89,7 +89,7 @@ def require_grad(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, di
         return args, kwargs, None
     if not any(parameter.requires_grad for parameter in layer.parameters()):
         return args, kwargs, None
-    given = _RequireGrad.apply(hidden, torch.empty(0, requires_grad=True))
+    given = _RequireGrad.apply(hidden, torch.empty(0, device="cpu", requires_grad=True))
     return *_with(args, kwargs, where, given), Shared(hidden, given)
 
 

@@ -59,7 +59,7 @@ def training_step(passes: Sequence[Pass], example: Example) -> Iterator[Answer]:
     others = (p for p in pipeline(own_passes.PIPELINE) if p.name not in own)
     model = attach(_Model(example).train(), Settings((*passes, *others), executor="eager"))
     state = state_of(model)
-    result = verify(model, {"x": torch.ones(1)}, loss=lambda model, batch: model(**batch))
+    result = verify(model, {"x": torch.ones(1, device="cpu")}, loss=lambda model, batch: model(**batch))
     found = {tally.family: tally.rewritten for tally in state.matches()}
     if not result.faults:  # a pass at fault is switched off by now
         yield (

@@ -62,7 +62,7 @@ def _fill_zeros(model: nn.Module, seed: int, notes: list[Note]) -> Callable[[], 
     zero = [p for p in model.parameters() if p.requires_grad and p.dim() > 1 and not p.any()]
     for number, parameter in enumerate(zero):
         generator = torch.Generator().manual_seed(seed + number)
-        parameter.copy_(torch.empty(parameter.shape).normal_(0, SMALL, generator=generator))
+        parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0, SMALL, generator=generator))
     if zero:
         notes.append(note("zeros-replaced", count=len(zero)))
 

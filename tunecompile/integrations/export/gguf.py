@@ -269,5 +269,5 @@ def _rope_factors(config: Any) -> Tensor:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    plain = config.rope_parameters["rope_theta"] ** (-torch.arange(len(slowed)).float() / len(slowed))
+    plain = config.rope_parameters["rope_theta"] ** (-torch.arange(len(slowed), device="cpu").float() / len(slowed))
     return plain / slowed

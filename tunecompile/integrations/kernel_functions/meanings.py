@@ -182,7 +182,7 @@ def _waves(*shape: int) -> Tensor:
 def _delta_example() -> tuple[Sequence[Any], dict[str, Any]]:
     decays, rates = -_waves(1, 5, 2).abs(), _waves(1, 5, 2).sigmoid()
     named = dict(g=decays, beta=rates, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True)
-    # two chunks; and oneDNN multiplies fp32 in bf16 where users ask for "medium" precision, but no such small chunks
+    # two chunks; and oneDNN multiplies fp32 in bf16 under a precision of "medium", but no such small chunks
     named["chunk_size"] = 4
     return (_waves(1, 5, 2, 4) + 0.1, _waves(1, 5, 2, 4) - 0.3, _waves(1, 5, 2, 3)), named
 

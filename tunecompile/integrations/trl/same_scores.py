@@ -29,7 +29,7 @@ def _differentiated(function: Callable[[ScoreCall], Scores], like: ScoreCall) ->
 
     def waves(*shape: int, pace: float) -> Tensor:
         count = torch.Size(shape).numel()
-        values = torch.sin(torch.arange(1, count + 1, dtype=torch.float32) * pace).view(shape)
+        values = torch.sin(torch.arange(1, count + 1, dtype=torch.float32, device="cpu") * pace).view(shape)
         return values.to(device).requires_grad_()
 
     hidden, weight = waves(rows, width, pace=0.7), waves(vocabulary, width, pace=1.3)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tunecompile.runtime.cuda_graphs.capture import Recorder
 
 #: Python's references to a tensor that a list alone holds, seen from a loop over it
-UNHELD = next(getrefcount(value) for value in [torch.empty(0)])
+UNHELD = next(getrefcount(value) for value in [torch.empty(0, device="cpu")])
 LARGE = 2 << 20  #: bytes; tensors of that size are copied by a launch of their own
 
 

@@ -39,7 +39,7 @@ class _Pinned:
 
 def in_host_memory(tensor: Tensor) -> Tensor:
     """The same values, device, dtype and shape, in pinned host memory."""
-    pinned = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+    pinned = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     pinned.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
     return torch.as_tensor(_Pinned(pinned), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 

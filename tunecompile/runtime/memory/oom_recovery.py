@@ -74,7 +74,7 @@ class Recovery:
     def __init__(self, step: BudgetedStep, slots: Sequence[RepeatableLayer]):
         self.step, self.slots = step, slots
         self.calls: weakref.WeakSet[RecomputeCall] = weakref.WeakSet()
-        self.anchor = torch.empty(0, requires_grad=True)  #: makes detached arguments part of a graph
+        self.anchor = torch.empty(0, device="cpu", requires_grad=True)  #: makes detached arguments part of a graph
         self.looked: dict[int, set[MetGraph | None]] = {}  #: by slot: graphs with which its layer is repeatable
         self.refused: dict[int, Note] = {}  #: by slot: why its layer cannot be repeated
         self.watched = False  #: whether hooks kept layers from being repeated

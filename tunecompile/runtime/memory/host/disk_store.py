@@ -102,7 +102,7 @@ class BlockStore:
         """
         self.prepare(stay)
         if stay.room is None:  # memory of its own, not pinned: slow, but never refused
-            stay.room = PinnedBlock(stay.nbytes, [], [torch.empty(stay.nbytes, dtype=torch.uint8)])
+            stay.room = PinnedBlock(stay.nbytes, [], [torch.empty(stay.nbytes, dtype=torch.uint8, device="cpu")])
             self.disk.read(stay.file, stay.room, [])
         if stay.file is not None and stay.file.reading:
             self._waiting(stay.file.job.result)

@@ -275,7 +275,7 @@ class CudaCopyEngine:
 
     def allocate(self, nbytes: int) -> Tensor:
         with torch.cuda.device(self.device):  # a new thread begins on the first GPU, where it would make a context
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def out(self, pairs: Sequence[tuple[Tensor, PinnedBlock]]) -> CopyMark:
         return self._copy(

@@ -323,8 +323,11 @@ def _dtype(func: Callable, like: tuple, default: torch.dtype) -> torch.dtype:
 
     default: torch's, of what bools and a number make.
     """
-    some = (
-        torch.zeros([1] * x[1], dtype=x[0], device="cpu") if isinstance(x, tuple) else x() if isinstance(x, type) else x for x in like
-    )
+
+    def example(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return torch.zeros([1] * x[1], dtype=x[0], device="cpu")
+        return x() if isinstance(x, type) else x
+
     with plain_functions():
-        return func(*some).dtype
+        return func(*map(example, like)).dtype
