@@ -30,7 +30,7 @@ def node_arg(node: Node, i: int) -> Node | None:
 
 def outputs_read(node: Node) -> tuple[bool, ...]:
     """Return of each output of a node that has several whether anything reads it."""
-    read = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
+    read = [user.args[1] for user in node.users if user.target is operator.getitem and user.users]
     return tuple(at in read for at in range(len(node.meta["val"])))
 
 

@@ -212,7 +212,7 @@ def _attention_flops(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return _operations(backward, q, keys, seen)
 
 
-def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> int:
+def _grouped_flops(left: Any, right: Any) -> int:
     """Operations of a grouped product, of which torch's counter knows nothing: of rows [S, K] with matrices [E, K, N],
     each with one, or of [M, S] and [S, N], whose sums over S are split.
     """
