@@ -135,7 +135,7 @@ def gathers(owner: nn.Module) -> bool:
 class OwnerWatch:
     """Hooks and modules of the user's own, which would see zeros at padding, or documents in one row: losses on hidden
     states, adapters by row, pooling. Looked at for every padded batch; modules are walked again only where one was
-    added, removed or replaced, or where one outside the layers is of another class. (The layers' own code is in graphs.)
+    added, removed or replaced, or where one outside the layers has another class. (Layers' own code is in graphs.)
     """
 
     def __init__(self, owner: nn.Module, members: Callable[[], Sequence[nn.Module]]):
