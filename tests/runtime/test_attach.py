@@ -322,6 +322,25 @@ def test_a_users_cache_is_left_alone(name):
     assert not flattened(model) and has(model, "padding-kept", reason="cache-used")
 
 
+@pytest.mark.parametrize("asked", [{}, {"use_cache": False}, {"use_cache": True}], ids=str)
+def test_layers_in_a_loop(asked):
+    """By default the model makes a cache, in which a second call of a layer finds the keys of the first."""
+    model = small().train()
+    first, second = model.model.layers
+    model.model.layers = nn.ModuleList([first, second, first, second])
+    model.config.num_hidden_layers = 4
+    reference = copy.deepcopy(model)
+    optimized(model)
+    expected = {"use_cache": False} if not asked else asked
+    for seed in range(2):
+        (loss, ours), (exact, theirs) = (
+            zoo.step(each, {**zoo.batch(seed=seed), **given}) for each, given in ((model, asked), (reference, expected))
+        )
+        assert torch.allclose(loss, exact, rtol=1e-5)
+        assert all(torch.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-6) for name in theirs)
+    assert has(model, "called-again") is (not asked)
+
+
 # -- several models -----------------------------------------------------------------------------------------------------
 
 

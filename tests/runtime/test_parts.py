@@ -60,6 +60,19 @@ def test_a_training_step_makes_no_cache():
     assert EntryHook(state, plain := Plain(), (), counts=False)(plain, (WORDS,), {}) is None
 
 
+def test_a_cache_that_the_model_would_make_is_remembered():
+    state, owner = Began(), Owner()
+    hook, owner.config = EntryHook(state, owner, (), counts=True), types.SimpleNamespace(use_cache=False)
+    hook(owner, (WORDS,), {})
+    owner.config.use_cache = True
+    hook(owner, (WORDS,), {"use_cache": False})
+    assert not state.step.drops_cache
+    hook(owner, (WORDS,), {})
+    owner.config.use_cache = False
+    hook(owner, (WORDS,), {})
+    assert state.step.drops_cache
+
+
 def test_what_is_no_training_step_begins_nothing():
     class Budget:
         paused = 0

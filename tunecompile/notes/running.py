@@ -25,6 +25,11 @@ NOTES = {
         "within {steps} steps, in which layers ran with the hooks they had before",
         "Add hooks by register_forward_hook and the like, and remove them by their handles.",
     ),
+    "called-again": NoteKind(
+        "{subject} is called more than once in a forward, and training goes without the cache that the model makes by "
+        "default: where two calls share a place in it, the later one does not see the keys of the earlier one",
+        "Nothing, if the model keeps its loops apart. Else pass use_cache=True, and layers get the cache.",
+    ),
     "weights-read": NoteKind(
         "attention weights of {subject} were read, though output_attentions is False: its layers ran once more for "
         "them, and return them since",

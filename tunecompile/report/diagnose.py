@@ -70,6 +70,11 @@ def note_outer(step: Step) -> list[Note]:
     return [note("compiled-from-outside")] * step.outer + [note("transformed")] * step.transformed
 
 
+def note_called_again(state: State) -> list[Note]:
+    """Note layers in a loop, where a cache would tell them of earlier calls."""
+    return [note("called-again", region.name) for region in state.regions if region.again and state.step.drops_cache]
+
+
 def model_notes(state: State) -> list[Note]:
     """All notes but those of regions, in the order in which they are printed."""
     model, stacks = state.model, find_layers(state.model)
@@ -86,6 +91,7 @@ def model_notes(state: State) -> list[Note]:
         *note_new_layers(model),
         *note_sharded(model, stacks),
         *note_outer(state.step),
+        *note_called_again(state),
         *(each for part in state.parts for each in part.notes(state)),
         *state.replays.notes(),
     ]

@@ -174,7 +174,11 @@ class LayerSlot:
             return Mode.SCORE
         if not self.step.active and not self.step.entered and training and gradients:
             self.region.bypassed = True
-        return Mode.TRAIN if self.step.active else Mode.EAGER
+        if not self.step.active:
+            return Mode.EAGER
+        if self.owner is not None and not self.step.repeats:
+            self.region.called(self.place, self.step.batches)
+        return Mode.TRAIN
 
     @property
     def gathers(self) -> bool:

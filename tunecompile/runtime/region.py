@@ -55,6 +55,8 @@ class Region:
     loops: TokenLoops = field(default_factory=TokenLoops)
     classes: ClassWatch = field(default_factory=ClassWatch)  #: of the modules in its layers
     bypassed: bool = False
+    again: bool = False  #: whether a layer was called twice in one forward of its owner
+    calls: dict[int, int] = field(default_factory=dict)  #: by the place of a layer, the batch that called it last
     in_tower: bool | None = None  #: whether layers of its owner may be told where images begin; None: not known yet
     weights_read: bool = False  #: whether a caller read attention weights that it did not request
     packed: bool = False  #: whether modules inside have 4-bit stacks, and so a class of their own in each layer
@@ -66,6 +68,11 @@ class Region:
 
     def __post_init__(self) -> None:
         self.effort = CompileEffort(self.name)
+
+    def called(self, place: int, batch: int) -> None:
+        """A layer is called. batch: the number of the owner's call."""
+        self.again |= self.calls.get(place) == batch
+        self.calls[place] = batch
 
     def variant(self, plan: Plan, kind: CallKind) -> Variant:
         """The variant for a plan and a kind of call."""

@@ -60,6 +60,7 @@ class Step:
     scores_tokens: bool = False  #: whether the forward under way gives scores of labelled tokens, and no logits
     repeats: bool = False  #: whether the owner's call is made once more, as it was
     makes_cache: bool = False  #: whether the model makes a cache: its masks follow from that
+    drops_cache: bool = False  #: whether a cache that the model makes by default was ever kept from its layers
     entered: bool = False  #: whether any step has begun at all
     batches: int = 0  #: calls of modules that own layers
     images: bool = False  #: whether a tower ever ran whose images have any size

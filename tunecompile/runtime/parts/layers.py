@@ -118,7 +118,7 @@ class EntryHook(NotCopied):
         step = self.state.step
         step.makes_cache = False
         if step.repeats:
-            return self._without_cache(args, kwargs)
+            return self._without_cache(module, args, kwargs)
         step.enter(module)
         step.scoring = scores(module, self.takes_cache, args, kwargs or {})
         if step.active or step.scoring:
@@ -128,9 +128,9 @@ class EntryHook(NotCopied):
                 budget.pause()
             return None
         self.state.before_step(ModelCall(args, kwargs or {}, self.counts))
-        return self._without_cache(args, kwargs)
+        return self._without_cache(module, args, kwargs)
 
-    def _without_cache(self, args: tuple, kwargs: dict | None) -> tuple[tuple, dict] | None:
+    def _without_cache(self, module: nn.Module, args: tuple, kwargs: dict | None) -> tuple[tuple, dict] | None:
         """Training needs no cache, and layers take none (`without_cache`).
 
         With one, transformers does not look for packed sequences in the positions: there the model goes on making it,
@@ -140,6 +140,7 @@ class EntryHook(NotCopied):
             return None
         if kwargs.get("use_cache") is not None or gives_cache(kwargs):
             return None
+        self.state.step.drops_cache |= bool(getattr(getattr(module, "config", None), "use_cache", False))
         mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
         if mask is None and kwargs.get("position_ids") is not None:
             self.state.step.makes_cache = True
