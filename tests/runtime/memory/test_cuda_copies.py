@@ -89,7 +89,7 @@ def test_copies_go_out_and_come_back_in_pieces(cuda):
 
 def test_host_memory_is_pinned_by_its_own_gpu(cuda):
     assert CudaCopyEngine(DEVICE).allocate(12).shape == (12,)
-    assert cuda.made == [((12,), {"dtype": torch.uint8, "pin_memory": True}, [DEVICE])]
+    assert cuda.made == [((12,), {"dtype": torch.uint8, "device": "cpu", "pin_memory": True}, [DEVICE])]
 
 
 class Used:
