@@ -30,6 +30,14 @@ def multiplied(name: str, mode: str) -> int:
     return total
 
 
+def attended(name: str) -> int:
+    """Operations of attention in forward and backward at most: seven products, and nothing is masked."""
+    config = shape_config(name).to_dict()
+    heads = config["num_hidden_layers"] * config["num_attention_heads"]
+    widest = max(config.get(key) or 0 for key in ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim"))
+    return 7 * 2 * LENGTH**2 * heads * (widest or config["hidden_size"] // config["num_attention_heads"])
+
+
 @pytest.mark.parametrize("name, mode", [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_operations(name, mode):
     """Experts were multiplied in no time, where a template does it or torch's grouped product."""
@@ -38,7 +46,7 @@ def test_operations(name, mode):
     least = (6 if mode == "full" else 4) * weights * LENGTH
     found = plan(Question(name, mode, 1, LENGTH, find_gpu("h100"))).flops
     assert found > least
-    assert weights < 10**9 or found < 1.25 * least  # with attention, as if nothing were masked, and adapters
+    assert weights < 10**9 or found < 1.1 * least + attended(name)  # with adapters
 
 
 @pytest.mark.parametrize("gpu, dtype", [("h100", "bfloat16"), ("t4", "float16")])

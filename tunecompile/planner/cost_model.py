@@ -141,8 +141,9 @@ def share_flops(call: Node, nodes: Sequence[Node]) -> None:
     rest = max(0, flops(call) - sum(map(flops, apart)))
     moved = [_launched_bytes(node) for node in launches]
     kind = _ATTENTION if attends else _GROUPED if _is_grouped(call) else _LAUNCHED
-    for node, nbytes in zip(launches, moved):
-        node.meta[kind] = rest * nbytes // max(1, sum(moved))
+    for at, node in enumerate(launches):  # what is left over by rounding is the last one's
+        share = rest * moved[at] // max(1, sum(moved[at:]))
+        node.meta[kind], rest = share, rest - share
 
 
 def _launched_bytes(node: Node) -> int:
