@@ -13,23 +13,14 @@ pytest.importorskip("peft")
 
 
 @contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def setting(read, write, value):
+    """A setting of torch's that has no context of its own."""
+    before = read()
+    write(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def deterministic():
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
+        write(before)
 
 
 class Functions(TorchFunctionMode):
@@ -40,11 +31,13 @@ class Functions(TorchFunctionMode):
 
 
 AROUND = {
-    "a default dtype": lambda: default_dtype(torch.float64),
+    "a default dtype": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "a default device": lambda: torch.device("meta"),
     "no gradients": torch.no_grad,
     "inference": torch.inference_mode,
-    "deterministic algorithms": deterministic,
+    "deterministic algorithms": lambda: setting(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
     "a mode that sees functions": Functions,
     "autocast of another device": lambda: torch.autocast("cuda", torch.float16),
 }

@@ -31,7 +31,6 @@ from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.errors import CannotEstimate, summary
 from tunecompile.estimate.dry_run_planner import DryRunPlanner, StaticMemory
 from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears
-from tunecompile.integrations.packed_experts.stacks import guards_of_all
 from tunecompile.ir.op import has_triton
 from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.notes import Note, note
@@ -127,8 +126,8 @@ class TraceOnlySlot:
             partial(_blank_results, self.fakes),
         )
         alone = CompiledAs(object(), object())  # nothing that it compiles is another's
-        effort, guards = CompileEffort(region.name), guards_of_all if region.packed else None
-        variant = Variant(region.name, backend, effort, alone, flat, guards)  # Dynamo holds it weakly
+        effort = CompileEffort(region.name)
+        variant = Variant(region.name, backend, effort, alone, flat, region.guards)  # Dynamo holds it weakly
         output = variant.call(self.slot.layer, *args, **kwargs)
         self.seen[id(region), sizes] = backend, variant, output
         return output

@@ -100,11 +100,11 @@ class StepRequest:
 
     def beside_layers(self, runs: Sequence[LayerRun]) -> int:
         """Bytes that are there whatever layers do, while their gradients are not."""
-        return self.resident - sum(run.layers * run.options[0].gradients for run in runs)
+        return self.resident - _gradients(runs)
 
     def last(self, runs: Sequence[LayerRun]) -> int:
         """Bytes that the step's end needs beside what is resident, whatever layers do: all gradients are there."""
-        return self.summed + sum(run.layers * run.options[0].gradients for run in runs)
+        return self.summed + _gradients(runs)
 
     def checkpointed_peak(self) -> int:
         """Bytes of layers, head and loss under checkpoints around each layer.
@@ -124,6 +124,11 @@ class StepRequest:
             )
             order.append([PlanOption(KEEP, held, forward, backward, 0.0, gradients=run.gradients)] * run.layers)
         return peak(order, self.tail)
+
+
+def _gradients(runs: Sequence[LayerRun]) -> int:
+    """Bytes of gradients that the layers' backwards bring."""
+    return sum(run.layers * run.options[0].gradients for run in runs)
 
 
 @dataclass(frozen=True)
@@ -189,15 +194,15 @@ def solve(request: StepRequest) -> AdmittedPlan:
     resident = request.beside_layers(runs)
     room = request.available - resident
     room = room if request.ceiling is None else min(room, request.ceiling)
-    spare = 0
+    last, spare = request.last(runs), 0
     if request.checkpointed:
-        whole, room = room, min(room, max(request.checkpointed_peak(), request.last(runs)))
+        whole, room = room, min(room, max(request.checkpointed_peak(), last))
         spare = min(request.spare, whole - room)
     gain = 2 * request.saving  # as much in backwards
     choice, short = leave_room_for_graphs(
         choose(runs, room, request.tail, request.host), runs, room, request.tail, gain, spare
     )
-    if (last := request.last(runs)) > choice.peak:
+    if last > choice.peak:
         choice = replace(choice, peak=last, fits=choice.fits and last <= room)
     recorded = recorded_step(choice.options, request.tail)
     weights = _kept_weights(request, choice, room - int((ROOMY if request.records else 1) * choice.peak))

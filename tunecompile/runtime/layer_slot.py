@@ -71,6 +71,7 @@ class LayerSlot:
         self.checkpointed_by: Callable | None = None
         self.padding: Unpadding | None = None
         self.variant: Variant | None = None
+        self.batch = 0  #: the number of its owner's call in which it trained last
         self.inside: ModuleSnapshot | None = None
         self.switched_off = SwitchedOff(())  #: adapters, while a reference is scored
         self.hooks: Sequence[dict] = ()  #: dictionaries of hooks inside that the call finds
@@ -177,7 +178,8 @@ class LayerSlot:
         if not self.step.active:
             return Mode.EAGER
         if self.owner is not None and not self.step.repeats:
-            self.region.called(self.place, self.step.batches)
+            self.region.again |= self.batch == self.step.batches
+            self.batch = self.step.batches
         return Mode.TRAIN
 
     @property
@@ -246,6 +248,10 @@ class LayerSlot:
             # gathered weights lie elsewhere at every call; and a recorded collective would wait for all ranks
             self.region.replays.leave_out(next(self.layer.parameters()).device)
             self.region.replays = None
+        self._look_inside()
+
+    def _look_inside(self) -> None:
+        """At its modules, as they are from now on."""
         separate_names(self.layer)
         self.inside, self.switched_off = ModuleSnapshot(self.layer), SwitchedOff.of(self.layer)
         self.region.classes.add(self.layer.modules())
@@ -258,10 +264,8 @@ class LayerSlot:
         """
         if self.inside is None or not self.inside.changed:
             return False
-        separate_names(self.layer)
-        late, self.inside = self.inside.late, ModuleSnapshot(self.layer)
-        self.switched_off = SwitchedOff.of(self.layer)
-        self.region.classes.add(self.layer.modules())
+        late = self.inside.late
+        self._look_inside()
         return late
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tunecompile.compiler.backend import Backend, CompiledAs, Executor
 from tunecompile.compiler.partitioner import JointGraph
@@ -56,7 +56,6 @@ class Region:
     classes: ClassWatch = field(default_factory=ClassWatch)  #: of the modules in its layers
     bypassed: bool = False
     again: bool = False  #: whether a layer was called twice in one forward of its owner
-    calls: dict[int, int] = field(default_factory=dict)  #: by the place of a layer, the batch that called it last
     in_tower: bool | None = None  #: whether layers of its owner may be told where images begin; None: not known yet
     weights_read: bool = False  #: whether a caller read attention weights that it did not request
     packed: bool = False  #: whether modules inside have 4-bit stacks, and so a class of their own in each layer
@@ -69,10 +68,10 @@ class Region:
     def __post_init__(self) -> None:
         self.effort = CompileEffort(self.name)
 
-    def called(self, place: int, batch: int) -> None:
-        """A layer is called. batch: the number of the owner's call."""
-        self.again |= self.calls.get(place) == batch
-        self.calls[place] = batch
+    @property
+    def guards(self) -> Callable[[Sequence[Any]], list[bool]] | None:
+        """Which of Dynamo's guards count in its variants; None for all."""
+        return guards_of_all if self.packed else None
 
     def variant(self, plan: Plan, kind: CallKind) -> Variant:
         """The variant for a plan and a kind of call."""
@@ -138,9 +137,8 @@ class Region:
 
     def _made(self, name: str, backend: Backend, kind: CallKind, way: Plan | str | None) -> Variant:
         """way: None where the plan is made later."""
-        guards = guards_of_all if self.packed else None
         compiled_as = CompiledAs(self.itself, self.settings[(kind.flat, kind.unread, *kind.setting)], way)
-        return Variant(name, backend, self.effort, compiled_as, kind.flat, guards, kind.unread)
+        return Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread)
 
 
 def _suffix(plan: Plan) -> str:
