@@ -4,6 +4,8 @@ On a CPU a recorder stands in that does again, in place, what it was given: all 
 """
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -83,6 +85,23 @@ def test_three_steps_are_enough(monkeypatch):
     tunecompile.free(model)
     assert state_of(model).replays.bytes == 0 and warm(model, steps=3, length=12) == 36
     same(model, reference, lambda m: once(m, length=12))
+
+
+def test_restore_gives_the_memory_back_at_once(monkeypatch):
+    """Not when Python collects cycles: a plan for what comes next would count it as another's."""
+    monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
+    model = tunecompile.optimize(adapted(of_plain_layers(num_hidden_layers=3), "inner"), executor="eager")
+    assert warm(model) == 6
+    graphs = state_of(model).replays.graphs
+    recordings = [weakref.ref(place.recording) for graph in graphs for place in graph.places.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(recordings) == 3 and all(recording() is not None for recording in recordings)
+        tunecompile.restore(model)
+        assert all(recording() is None for recording in recordings)
+    finally:
+        gc.enable()
 
 
 def test_a_further_shape_is_recorded_when_it_comes_again(pair):

@@ -98,6 +98,7 @@ class Layers(Part):
         for slot in (*state.norms, *state.slots):
             empty(slot.layer, slot)
             slot.release()
+        state.replays.forget()  # Dynamo keeps compiled graphs, and so their recordings: gigabytes beside the next model
 
 
 def _region(state: State, name: str) -> Region:
