@@ -39,6 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--trainers", default="dpo,grpo")
     parser.add_argument("--systems", default="tunecompile,unsloth,hf-checkpoint")
+    parser.add_argument("--completion", type=int, help="tokens of each of GRPO's completions; drawn, if not given")
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after {UNTIMED} that are not")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="that all of it may take")
     parser.add_argument("--logs", type=Path, help="folder for the processes' output")
@@ -56,14 +57,18 @@ def words(count: int) -> str:
     return "".join(random.choice("bcdfgjkmnpqsuvxz") for _ in range(count))
 
 
-def shape_of(trainer: str) -> str:
+def shape_of(trainer: str, completion: int | None = None) -> str:
     """ROWSxTOKENS; of rows of several lengths with the median."""
     if trainer == "sft":
         return f"{ROWS}x{LENGTH}"
+    if trainer == "grpo" and completion:
+        return f"{COMPLETIONS}x{PROMPT + completion}"
     return f"{2 * PAIRS if trainer == 'dpo' else COMPLETIONS}x~{PROMPT + TYPICAL}"
 
 
-def make(trainer: str, model: Any, tokenizer: Any, common: dict[str, Any], steps: int) -> tuple[Any, float]:
+def make(
+    trainer: str, model: Any, tokenizer: Any, common: dict[str, Any], steps: int, completion: int | None = None
+) -> tuple[Any, float]:
     """TRL's trainer on random rows, and the tokens of a step in the mean."""
     from datasets import Dataset
 
@@ -89,10 +94,10 @@ def make(trainer: str, model: Any, tokenizer: Any, common: dict[str, Any], steps
         return made, sum(2 * PROMPT + c + r for c, r in counts) / steps
     from trl import GRPOConfig, GRPOTrainer
 
-    counts = [lengths(COMPLETIONS) for _ in range(steps + 2)]
+    counts = [[completion] * COMPLETIONS if completion else lengths(COMPLETIONS) for _ in range(steps + 2)]
     batch = {"per_device_train_batch_size": COMPLETIONS, "num_generations": COMPLETIONS}
     made = GRPOTrainer(
-        args=GRPOConfig(**common, **batch, max_completion_length=LONGEST, beta=0.0),
+        args=GRPOConfig(**common, **batch, max_completion_length=completion or LONGEST, beta=0.0),
         reward_funcs=[lambda completions, **_: [random.random() for _ in completions]],
         train_dataset=Dataset.from_list([{"prompt": words(PROMPT)} for _ in range(steps)]),
         **about,
@@ -144,7 +149,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             "gradient_checkpointing": job.checkpoints and about.engine != "unsloth",
         }
         random.seed(0)  # the same rows for all systems, whatever was drawn to load a model
-        trainer, tokens = make(given.trainers, model, AutoTokenizer.from_pretrained(given.folder), common, steps)
+        tokenizer = AutoTokenizer.from_pretrained(given.folder)
+        trainer, tokens = make(given.trainers, model, tokenizer, common, steps, given.completion)
         trainer.add_callback(Watch())
         reset_memory(device)
         trainer.train()
@@ -170,6 +176,7 @@ def run(given: argparse.Namespace, trainer: str, name: str, folder: str, seconds
     """The row of one system and trainer, from a process of its own."""
     command = [sys.executable, __file__, "--model", given.model, "--trainers", trainer, "--systems", name]
     command += ["--steps", str(given.steps), "--folder", folder, "--out", str(given.out)]
+    command += ["--completion", str(given.completion)] if given.completion else []
     return row_apart(command, given.logs / f"{trainer}-{name}.log", seconds)
 
 
@@ -187,7 +194,11 @@ def main() -> int:
     cases = {}
     for trainer, name in itertools.product(given.trainers.split(","), given.systems.split(",")):
         about = {"system": name, "model": given.model, "mode": "qlora", "trainer": trainer}
-        about |= {"shape": shape_of(trainer), "checkpointing": bool(system(name).checkpointing), "budget_gib": None}
+        about |= {
+            "shape": shape_of(trainer, given.completion),
+            "checkpointing": bool(system(name).checkpointing),
+            "budget_gib": None,
+        }
         cases[f"{trainer} {name}"] = about | ({"layers": given.layers} if given.layers else {})
     return run_apart(
         given,
