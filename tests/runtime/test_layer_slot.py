@@ -94,6 +94,7 @@ class Kind:
             **dict(region=region, step=SimpleNamespace(images=images), place=5, owner="owner"),
             **dict(placement=more.get("placement"), _hooked=lambda: more.get("hooks", ())),
             inside=SimpleNamespace(collected=more.get("collected", False), hooks=()),
+            switched_off=SimpleNamespace(active=("default",)),
         )
 
     def __call__(self, *args, scores=False, **kwargs):
@@ -137,7 +138,7 @@ def test_a_row_of_documents_is_marked_by_its_tokens(monkeypatch):
 def test_calls_differ_by_gradients_hooks_dtypes_and_sizes_of_one(monkeypatch):
     kind = Kind(monkeypatch, hooks=("a hook",))
     found, _ = kind(HIDDEN[:1], mask=torch.ones(3, requires_grad=True))
-    assert found.setting == (True, "shared", None, ("a hook",), "seen", 7) and not found.flat
+    assert found.setting == (True, "shared", None, ("a hook",), "seen", 7, ("default",)) and not found.flat
     assert found.tensors == (True, False, (0, torch.float32, False), ("mask", torch.float32, True))
     with torch.no_grad():
         assert kind(HIDDEN)[0].setting[0] is False and kind(HIDDEN)[0].tensors[:2] == (False, False)

@@ -86,3 +86,16 @@ def test_fewer_bytes_are_saved(monkeypatch):
     zoo.step(model, zoo.batch(rows=2, length=64))
     hidden = 2 * 64 * zoo.SMALL["hidden_size"]
     assert saved_bytes(model) <= before - 2 * hidden
+
+
+def test_a_policy_is_scored_by_the_code_that_trains_it(monkeypatch):
+    """Eager code would round otherwise: log-ratios of the first step were not 0."""
+    monkeypatch.setattr(norm_slot, "LARGE", 0)
+    model = tunecompile.optimize(zoo.adapt(zoo.make("llama")), executor="eager")
+    inputs = {"input_ids": zoo.batch()["input_ids"], "use_cache": False}
+    with torch.no_grad():
+        old = model(**inputs).logits
+    assert len(compiled(model)) == 1 and not old.requires_grad
+    new = model(**inputs).logits
+    new.sum().backward()
+    assert torch.equal(old, new) and compiled(model)[0].compiles == 1

@@ -107,4 +107,9 @@ def drop_graph(output: Any, forced: Node) -> Any:
         if node not in seen:
             seen.add(node)
             pending.extend(following for following, _ in node.next_functions if following is not None)
+    return without_graph(output)
+
+
+def without_graph(output: Any) -> Any:
+    """The output, detached."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach() if tensor.requires_grad else tensor, output)

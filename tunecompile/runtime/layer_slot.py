@@ -27,10 +27,12 @@ from tunecompile.integrations.peft.reference import SwitchedOff
 from tunecompile.integrations.peft.trace import separate_names
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
-from tunecompile.planner.solver import KEEP, RECOMPUTE
+from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan
+from tunecompile.runtime.cuda_graphs.replay import unrecorded
 from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, mark_patches, tensors_in
-from tunecompile.runtime.force_grad import Shared, drop_graph, require_grad, without_view
+from tunecompile.runtime.force_grad import Shared, drop_graph, require_grad, without_graph, without_view
 from tunecompile.runtime.memory.budget import RuntimePlanner
+from tunecompile.runtime.memory.given_containers import holds_containers
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.met_graph import last_met
 from tunecompile.runtime.module_watch import ModuleSnapshot
@@ -356,6 +358,7 @@ class LayerSlot:
             self._hooked(),
             hooks_were_seen(),  # graphs that were made before may have come from a cache
             self.region.classes.version,
+            self.switched_off.active,  # else a policy's calls look at its reference's guards, and the other way round
         )
         ones, kinds = (size == 1 for size in sizes), ((where, t.dtype, t.requires_grad) for where, t in tensors)
         by_hooks = output_capturing.collects_attention(self.owner) and not setting[3] and not self.inside.collected
@@ -363,12 +366,40 @@ class LayerSlot:
         return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out), sizes
 
     def _score(self, args: tuple, kwargs: dict) -> Any:
-        """A forward without gradients. One graph serves all lengths: what it would gain by constant sizes is little."""
-
-        args, kwargs, _ = self._told(args, kwargs)
+        """A forward without gradients, by the code that trains: of another graph some sums are rounded otherwise."""
         with self.switched_off.scaled_by_0() as scaled:
-            self.variant = self.region.scoring(self._kind(args, kwargs, scores=True)[0], scaled)
-            return self._call(args, kwargs)
+            plan = self._scores_as(args, kwargs)
+            if plan is None:
+                args, kwargs, _ = self._told(args, kwargs)
+                self.variant = self.region.scoring(self._kind(args, kwargs, scores=True)[0], scaled)
+                return self._call(args, kwargs)
+            with unrecorded(self.region.replays), torch.enable_grad():
+                args, kwargs, forced = self.differentiable(args, kwargs)
+                args, kwargs, shared = self._told(args, kwargs)
+                kind, _ = self._kind(args, kwargs, scores=scaled)
+                self.variant = self.region.reference(plan, kind) if scaled else self.region.variant(plan, kind)
+                if self.region.kept is not None and not scaled:
+                    self.region.kept.enter(self.place, self.stack)
+                output = without_graph(self._call(args, kwargs, shared))
+        if forced is not None:
+            forced.hand_back()
+        return output
+
+    def _scores_as(self, args: tuple, kwargs: dict) -> Plan | None:
+        """The plan of the training steps whose code scores; None where a graph without a backward has to.
+
+        That is where nobody would drop what is saved (hooks and containers get values of the layer), where other ranks
+        gather its weights, and where the plan of memory is for smaller batches, or is not made yet.
+        """
+        self.hooks = self.inside.hooks
+        if self.placement is not None or self._hooked() or self.inside.collected or holds_containers(args, kwargs):
+            return None
+        if not any(parameter.requires_grad for parameter in self.layer.parameters()):
+            return None
+        if self.budget is None:
+            return RECOMPUTE if self.checkpoint else KEEP
+        tokens = math.prod(DynamicShapes.of(list(tensors_in(args, kwargs))))
+        return self.budget.known_plan(self, tokens)
 
     def _call(self, args: tuple, kwargs: dict, shared: Shared | None = None, made: Variant | None = None) -> Any:
         self.variant = made or self.variant

@@ -18,7 +18,7 @@ from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.integrations.kernel_functions import TokenLoops
 from tunecompile.integrations.packed_experts.stacks import guards_of_all
 from tunecompile.notes import Note
-from tunecompile.planner.solver import Plan
+from tunecompile.planner.solver import KEEP, Plan
 from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.dynamic_shapes import DynamicShapes
@@ -119,13 +119,17 @@ class Region:
 
         scaled_by_0: whether adapters are. Under one name, Dynamo would trace once more for a scale that has changed.
         """
-        way = REFERENCE if scaled_by_0 else SCORING
-        return self._variant(
-            way,
-            kind,
-            f"{self.name}_{way}",
-            lambda name: Backend(name, self.passes, self.executor, precision=self.precision),
-        )
+        way = f"{SCORING}_{REFERENCE}" if scaled_by_0 else SCORING
+        return self._variant(way, kind, f"{self.name}_{way}", lambda name: self._alone(name, KEEP))
+
+    def reference(self, plan: Plan, kind: CallKind) -> Variant:
+        """The variant of a forward with adapters that are scaled by 0, compiled as that of a training step is."""
+        way = REFERENCE + _suffix(plan)
+        return self._variant(way, kind, f"{self.name}_{way}", lambda name: self._alone(name, plan))
+
+    def _alone(self, name: str, plan: Plan) -> Backend:
+        """A backend that records nothing, and takes no weights that belong to training steps."""
+        return Backend(name, self.passes, self.executor, plan, precision=self.precision)
 
     def _variant(self, way: Plan | str, kind: CallKind, name: str, make: Callable[[str], Backend]) -> Variant:
         key = (way, kind)
@@ -160,13 +164,17 @@ def _suffix(plan: Plan) -> str:
 
 def contexts_of(region: Region) -> list[Context]:
     """Contexts of graphs that save anything for a backward, or of all where none does; the last compiled is last."""
-    contexts = [c for backend in region.backends.values() for c in backend.contexts]
+    backends = sorted(
+        region.backends.items(), key=lambda item: not isinstance(item[0], str)
+    )  # those that train are last
+    contexts = [c for _, backend in backends for c in backend.contexts]
     return [c for c in contexts if c.saved] or contexts
 
 
 def pieces_of(region: Region) -> list[Context]:
     """Contexts of the layer compiled last, under one plan and for one kind of call: one for each piece."""
-    made = [variant for variant in region.variants.values() if variant.contexts]
+    trains = sorted(region.variants.items(), key=lambda item: not isinstance(item[0][0], str))
+    made = [variant for _, variant in trains if variant.contexts]
     last = next((each for each in reversed(made) if any(c.saved for c in each.contexts)), made[-1] if made else None)
     if last is None:
         return []

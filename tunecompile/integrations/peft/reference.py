@@ -38,39 +38,53 @@ class SwitchedOff:
             )
         )
 
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The adapters that are active, as the first of the linears has them."""
+        linear = self.linears[0]() if self.linears else None
+        names = () if linear is None else vars(linear).get("_active_adapter") or ()
+        return (names,) if isinstance(names, str) else tuple(names)
+
     @contextlib.contextmanager
     def scaled_by_0(self) -> Iterator[bool]:
         """Inside, linears whose adapters are switched off have them on, and scaled by 0, where that is the same.
 
+        They require gradients, as they do in training: PEFT takes that from adapters that it switches off.
+
         Yields:
             Whether there are any.
         """
-        before = []
+        before, frozen = [], []
         try:
             for linear in (reference() for reference in self.linears):
-                if linear is not None and _is_same(own := vars(linear)):
+                if linear is not None and (names := _same(own := vars(linear))):
                     before.append((own, own["scaling"]))
                     own["_disable_adapters"], own["scaling"] = False, dict.fromkeys(own["scaling"], 0.0)
+                    weights = [own["_modules"][part][name].weight for part in ("lora_A", "lora_B") for name in names]
+                    frozen += [weight.requires_grad_() for weight in weights if not weight.requires_grad]
             yield bool(before)
         finally:
             for own, scaling in before:
                 own["_disable_adapters"], own["scaling"] = True, scaling
+            for weight in frozen:
+                weight.requires_grad_(False)
 
 
-def _is_same(own: dict[str, Any]) -> bool:
-    """Whether adapters that are scaled by 0 add 0 in this linear, and are added at all."""
+def _same(own: dict[str, Any]) -> list[str]:
+    """The active adapters of a linear that are switched off, if scaled by 0 they add 0."""
     modules = own["_modules"]
     if not own.get("_disable_adapters") or own.get("merged_adapters") or not {"lora_A", "lora_B"} <= modules.keys():
-        return False
+        return []
     names = own.get("_active_adapter") or ()
     active = [name for name in ([names] if isinstance(names, str) else names) if name in modules["lora_A"]]
-    return bool(active) and all(
+    adds_0 = all(
         name in own["scaling"]
         and name not in own.get("lora_variant", {})
         and _keeps_all(modules["lora_dropout"][name])
         and _is_finite(modules["lora_A"][name].weight)
         for name in active
     )
+    return active if adds_0 else []
 
 
 def _keeps_all(dropout: nn.Module) -> bool:

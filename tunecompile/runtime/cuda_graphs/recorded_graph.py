@@ -43,6 +43,7 @@ class Replays(Holder, Protocol):
     clock: Clock | None
     copying: HostTime
     passes: int
+    paused: bool
     tokens: int
 
     def room(self, inputs: Sequence[Any]) -> bool:
@@ -85,7 +86,7 @@ class Forward:
         self.enabled = True
 
     def __call__(self, inputs: list) -> Sequence[Any]:
-        if not self.enabled:
+        if not self.enabled or self.shared.paused:
             return self.run(inputs)
         with plain_tensors():  # 4-bit parameters would answer each question in Python
             return self._call(inputs)

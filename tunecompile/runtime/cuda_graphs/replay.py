@@ -15,8 +15,9 @@ what the largest one needs.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class GraphReplays:
         self.bytes = 0  #: that recordings made the process take from the device
         self.tokens = 0  #: of the step; 0 where no plan of memory depends on it
         self.copying = HostTime()  #: on copies of saved tensors
+        self.paused = False  #: whether calls run that no backward follows
 
     @property
     def device(self) -> str:
@@ -195,3 +197,16 @@ class GraphReplays:
 
 def _storage(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()
+
+
+@contextlib.contextmanager
+def unrecorded(replays: GraphReplays | None) -> Iterator[None]:
+    """Inside, no call is replayed or recorded: no backward follows, for which recordings would hold what is saved."""
+    before = replays is not None and replays.paused
+    if replays is not None:
+        replays.paused = True
+    try:
+        yield
+    finally:
+        if replays is not None:
+            replays.paused = before

@@ -102,6 +102,11 @@ class RuntimePlanner:
         option = self.options.get(id(slot))
         return (RECOMPUTE if slot.checkpoint else KEEP) if option is None else option.plan
 
+    def known_plan(self, slot: PlannedLayer, tokens: int) -> Plan | None:
+        """What a layer follows in steps of so many tokens; None as long as none of that many was planned."""
+        option = self.options.get(id(slot))
+        return None if option is None or self.admitted is None or tokens > self.admitted.tokens else option.plan
+
     def _begin_layers(self, tokens: int) -> None:
         """Once a step, at its first layer."""
         now = self.progress

@@ -52,6 +52,11 @@ class GivenContainers:
         self.own, self.copies, self.before = [], [], []
 
 
+def holds_containers(args: tuple, kwargs: dict) -> bool:
+    """Whether there are any among a call's arguments."""
+    return next(_inside((args, kwargs)), None) is not None
+
+
 def _inside(arguments: tuple[tuple, dict]) -> Iterator[_Container]:
     """All lists and dictionaries, those inside others behind them."""
     args, kwargs = arguments

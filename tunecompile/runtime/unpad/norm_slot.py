@@ -11,6 +11,7 @@ from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import HOOKS, call_original, global_hooks
 from tunecompile.runtime.dynamic_shapes import tensors_in
+from tunecompile.runtime.force_grad import without_graph
 from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.region import CallKind
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
@@ -45,12 +46,18 @@ class NormSlot(LayerSlot):
         return None if seen or in_backward() else self.unpadded.row_of(args[0])
 
     def _norm(self, args: tuple, kwargs: dict) -> Any:
-        trains = not is_compiling() and self.step.active and torch.is_grad_enabled()
-        hidden = next((tensor for _, tensor in tensors_in(args, kwargs)), None) if trains else None
+        trains = self.step.active and torch.is_grad_enabled()
+        scores = self.step.scoring and not torch.is_grad_enabled() and bool(args)
+        runs = not is_compiling() and (trains or scores)
+        hidden = next((tensor for _, tensor in tensors_in(args, kwargs)), None) if runs else None
         if hidden is None or 4 * hidden.numel() < LARGE or self._refused():
             return call_original(self.layer, *args, **kwargs)
         with not_recording():  # a norm of embeddings comes before masks
-            return self._gathered(self.compiled, args, kwargs)
+            if trains:
+                return self._gathered(self.compiled, args, kwargs)
+            with torch.enable_grad():  # by the code that trains, whose hidden states come from layers
+                args = (args[0].detach().requires_grad_(), *args[1:])
+                return without_graph(self._gathered(self.compiled, args, kwargs))
 
     def _kind(self, args: tuple, kwargs: dict, scores: bool = True) -> tuple[CallKind, tuple[int, ...]]:
         return super()._kind(args, kwargs, scores)
