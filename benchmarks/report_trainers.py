@@ -48,7 +48,8 @@ def _rows(runs: list[dict[str, Any]]) -> list[list[str]]:
         rows.append(
             [
                 f"{TITLES[run['trainer']]}, {_case(run)}",
-                shown(run["system"]),
+                shown(run["system"])
+                + ", checkpointing" * (run["checkpointing"] and run["system"] in ("hf", "tunecompile")),
                 f"{run['tokens_per_s']:,.0f}",
                 f"{run['step_ms']['median']:.0f}",
                 f"{run['peak_gib']:.1f}",

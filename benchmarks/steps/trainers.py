@@ -39,6 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--trainers", default="dpo,grpo")
     parser.add_argument("--systems", default="tunecompile,unsloth,hf-checkpoint")
+    parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing, as TRL has it")
     parser.add_argument("--completion", type=int, help="tokens of each of GRPO's completions; drawn, if not given")
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after {UNTIMED} that are not")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="that all of it may take")
@@ -125,6 +126,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         model=given.folder,  # loaded as users load one: trainers ask whether it is in 4 bits
         dtype="bfloat16" if bf16 else "float32",
         device=device,
+        checkpointing=given.checkpointing,
     )
     model = models.apply_system(models.load_model(job), job)
     ends: list[float] = []
@@ -177,6 +179,7 @@ def run(given: argparse.Namespace, trainer: str, name: str, folder: str, seconds
     command = [sys.executable, __file__, "--model", given.model, "--trainers", trainer, "--systems", name]
     command += ["--steps", str(given.steps), "--folder", folder, "--out", str(given.out)]
     command += ["--completion", str(given.completion)] if given.completion else []
+    command += ["--checkpointing"] * given.checkpointing
     return row_apart(command, given.logs / f"{trainer}-{name}.log", seconds)
 
 
@@ -196,7 +199,7 @@ def main() -> int:
         about = {"system": name, "model": given.model, "mode": "qlora", "trainer": trainer}
         about |= {
             "shape": shape_of(trainer, given.completion),
-            "checkpointing": bool(system(name).checkpointing),
+            "checkpointing": bool(system(name).checkpointing) or given.checkpointing,
             "budget_gib": None,
         }
         cases[f"{trainer} {name}"] = about | ({"layers": given.layers} if given.layers else {})
