@@ -168,3 +168,17 @@ def test_which_code_may_come_from_a_cache(monkeypatch, options, cached):
     backend = Backend("test", (), "eager", **options)
     assert backend(graph, [])(1) == 1 and not backend.failures
     assert asked == [cached]
+
+
+@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_forward_for_scores_has_no_code_for_a_backward(executor):
+    """It is that of training, which saves for one. A score whose gradient is asked for all the same must not get another's."""
+    x, made = torch.randn(4, 8, requires_grad=True), []
+    for backward in (True, False):
+        backend = Backend("layer", passes.PIPELINE, executor, backward=backward)
+        torch._dynamo.reset()
+        made.append(torch.compile(lambda x: torch.sin(x).exp() * x, backend=backend)(x))
+        assert not backend.failures and len(backend.contexts) == 1
+    assert torch.equal(*made) and torch.autograd.grad(made[0].sum(), x)[0].isfinite().all()
+    with pytest.raises(RuntimeError, match="have no backward"):
+        made[1].sum().backward()

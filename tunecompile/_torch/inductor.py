@@ -199,6 +199,7 @@ def compile_inductor(
     cached: bool = True,
     turn: Turn = _at_once,
     combine: bool = True,
+    backward: bool = True,
 ) -> Callable:
     """Generate code for a graph of Dynamo, and for its backward.
 
@@ -212,6 +213,7 @@ def compile_inductor(
         cached: whether AOTAutograd may take both graphs from its cache, and so skip the partitioner.
         turn: around the generation of code.
         combine: whether small independent kernels are joined.
+        backward: whether there is code for one; else none may be run.
 
     Raises:
         ImportError: this version of torch has no `compile_fx` where it was.
@@ -225,6 +227,8 @@ def compile_inductor(
 
     def inner(graph_module: torch.fx.GraphModule, example_inputs: list, **kwargs: Any) -> Any:
         kind, example_inputs = "backward" if kwargs.get("is_backward") else "forward", list(example_inputs)
+        if kind == "backward" and not backward:
+            return make_boxed_func(_no_backward)
         _keep_for_another_backward(kind)
         around = keep(graph_module, example_inputs, kind) if keep is not None else None
         with _templates_fuse_products(), turn(graph_module, example_inputs):
@@ -244,7 +248,7 @@ def compile_inductor(
             code.current_callable = with_strides(code.current_callable, example_inputs)
         return code
 
-    cached = cached and wrap is None and not hooks_were_seen()  # graphs from that cache are not wrapped
+    cached = cached and backward and wrap is None and not hooks_were_seen()  # graphs from that cache are not wrapped
     with _functorch(enable_autograd_cache=cached):
         compiled = compile_fx(
             gm, inputs, inner_compile=inner, config_patches=_inductor_settings(inputs, lower, partition, combine)
@@ -318,6 +322,7 @@ def compile_eager(
     cached: bool = False,
     turn: Turn = _at_once,
     combine: bool = True,
+    backward: bool = True,
 ) -> Callable:
     """The same pipeline, with the final graphs interpreted instead of compiled.
 
@@ -328,6 +333,8 @@ def compile_eager(
         def run(graph_module: torch.fx.GraphModule, inputs: list) -> Callable:
             _keep_for_another_backward(kind)
             inputs = list(inputs)
+            if kind == "backward" and not backward:
+                return make_boxed_func(_no_backward)
             around = keep(graph_module, inputs, kind or "forward") if keep is not None else None
             lower(graph_module.graph)
             graph_module.recompile()
@@ -350,6 +357,10 @@ def compile_eager(
             decompositions=select_decomp_table,
             partition_fn=lambda *args, **kwargs: partition(*args, compiler="inductor", **kwargs),
         )(gm, inputs)
+
+
+def _no_backward(*_: Any) -> Any:
+    raise RuntimeError("this forward was compiled for scores, which have no backward")
 
 
 def replacing(

@@ -87,6 +87,7 @@ class Backend:
         precision: a lower precision that the user allows.
         kept: gives weights to graphs, if any are cached.
         look: sees the first joint graph that is made, and may make the plan.
+        backward: whether code is generated for backwards; without, forwards are those of training all the same.
     """
 
     def __init__(
@@ -99,10 +100,11 @@ class Backend:
         precision: str | None = None,
         kept: WeightProvider | None = None,
         look: Look | None = None,
+        backward: bool = True,
     ):
         self.region, self.passes, self.executor, self.plan = region, tuple(passes), executor, plan
         self.replays, self.precision, self.kept = replays, precision, kept
-        self.look = look
+        self.look, self.backward = look, backward
         self.contexts: list[Context] = []
         self.failures: list[Note] = []
 
@@ -215,6 +217,7 @@ class Backend:
                 cached=self.look is None and not self.plan.weights and not context.moves and context.cached,
                 turn=partial(in_turn, lower.uuid),
                 combine=combine,
+                backward=self.backward,
             )
 
     def _keep(self, context: Context) -> Keep | None:

@@ -128,8 +128,8 @@ class Region:
         return self._variant(way, kind, f"{self.name}_{way}", lambda name: self._alone(name, plan))
 
     def _alone(self, name: str, plan: Plan) -> Backend:
-        """A backend that records nothing, and takes no weights that belong to training steps."""
-        return Backend(name, self.passes, self.executor, plan, precision=self.precision)
+        """A backend of forwards: it records nothing, and takes no weights that belong to training steps."""
+        return Backend(name, self.passes, self.executor, plan, precision=self.precision, backward=False)
 
     def _variant(self, way: Plan | str, kind: CallKind, name: str, make: Callable[[str], Backend]) -> Variant:
         key = (way, kind)
