@@ -69,4 +69,5 @@ PIPELINE = [
     lower.attention_by_heads,
     lower.grouped_operands,
     lower.cleanup,
+    lower.kernel_operands,  # on the final graph: who reads what is known
 ]

@@ -2,8 +2,10 @@
 
 A value is in memory where a call that is not element-wise reads or makes it, and where the graph returns it.
 Element-wise code in between lives in registers. A buffer is freed after its last reader. This is a model of Inductor,
-not Inductor's own account, which exists only once code is generated. It is right to within a few per cent of a layer's
-bytes, and the planner learns the rest from measured peaks.
+not Inductor's own account, which exists only once code is generated. It holds as long as Inductor keeps the graph's
+order (tunecompile/_torch/generation/kernel_order.py) and computes what kernels read once (passes/lower/
+kernel_operands.py): it is right to within a few per cent of a layer's bytes then, and the planner learns the rest from
+measured peaks.
 """
 
 from __future__ import annotations
@@ -176,7 +178,7 @@ def _root(node: Node, roots: dict[Node, Node | None]) -> Node | None:
         return roots[source]
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return None
-    return node if not _fused(node) or any(_needs_memory(user) for user in node.users) else None
+    return node if not is_fused(node) or any(_needs_memory(user) for user in node.users) else None
 
 
 def _member(node: Node, roots: dict[Node, Node | None]) -> Node | None:
@@ -196,7 +198,7 @@ def _viewed(node: Node) -> Node | None:
     return next(iter(node.all_input_nodes), None) if returns_view(node.target) else None
 
 
-def _fused(node: Node) -> bool:
+def is_fused(node: Node) -> bool:
     """Whether the call is element-wise code, which is fused into its readers."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and (
@@ -207,7 +209,7 @@ def _fused(node: Node) -> bool:
 def _runs(node: Node) -> bool:
     """Whether a kernel is called here, or the graph ends."""
     return node.op == "output" or (
-        node.op == "call_function" and node.target is not getitem and _viewed(node) is None and not _fused(node)
+        node.op == "call_function" and node.target is not getitem and _viewed(node) is None and not is_fused(node)
     )
 
 
@@ -217,7 +219,7 @@ def _needs_memory(user: Node) -> bool:
         return True
     if _viewed(user) is not None or user.target is getitem:
         return any(_needs_memory(reader) for reader in user.users)
-    return not _fused(user)
+    return not is_fused(user)
 
 
 def _reads(node: Node, roots: dict[Node, Node | None], inputs: bool = False) -> set[Node]:
