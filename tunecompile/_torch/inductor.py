@@ -16,7 +16,8 @@ import torch
 
 from tunecompile._torch import known_bugs
 from tunecompile._torch.fake_tensors import select_decomp_table
-from tunecompile._torch.late_kernels import InductorError, LateKernels
+from tunecompile._torch.generation.kernel_order import in_order
+from tunecompile._torch.generation.late_kernels import InductorError, LateKernels
 from tunecompile._torch.lookup import exist, exists, lookup, need, patched
 from tunecompile._torch.saved_strides import hooks_were_seen, with_strides
 
@@ -231,7 +232,7 @@ def compile_inductor(
             return make_boxed_func(_no_backward)
         _keep_for_another_backward(kind)
         around = keep(graph_module, example_inputs, kind) if keep is not None else None
-        with _templates_fuse_products(), turn(graph_module, example_inputs):
+        with _templates_fuse_products(), in_order(), turn(graph_module, example_inputs):
             code = _generate(late, kind, partial(compile_fx_inner, graph_module, example_inputs, **kwargs))
         if _CAN_WRAP and isinstance(code, _compiled_graph):
             code.current_callable = _tuned_quickly(code.current_callable)

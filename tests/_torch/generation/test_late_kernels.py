@@ -11,8 +11,8 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import FxGraphCache
 
 import tunecompile
-from tunecompile._torch import late_kernels
-from tunecompile._torch.late_kernels import InductorError, LateKernels
+from tunecompile._torch.generation import late_kernels
+from tunecompile._torch.generation.late_kernels import InductorError, LateKernels
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""What Inductor does differently while it generates code for a layer."""
