@@ -117,20 +117,21 @@ class Coverage:
                 for line in lines:
                     self.by_line[source, line].append(test)
 
-    def of(self, mutant: Mutant, limit: float = SECONDS) -> tuple[list[str], int]:
-        """(tests to run, how many there are). A line that runs at import is shown to all tests of its file.
+    def of(self, mutant: Mutant, limit: float = SECONDS, at_import: bool = False) -> tuple[list[str], int]:
+        """(tests to run, how many there are). A line that runs at import is shown to all tests of its file, and so is
+        one of a function that is called then (`at_import`), where no test runs it.
 
-        Those that run the fewest other lines come first.
+        Those that run the fewest other lines come first; of tests of a whole file, those of its own name.
         """
         begin = body_of(mutant.file, mutant.line)
         lines = range(
             mutant.line, (begin or mutant.line) - 1, -1
         )  # an expression of many lines runs with an earlier one
         found = next((tests for line in lines if (tests := self.by_line.get((mutant.file, line)))), [])
-        if begin is None:
+        if begin is None or at_import:
             found = found or self.by_file.get(mutant.file, [])
-        chosen, total = [], 0.0
-        for test in sorted(found, key=lambda test: (self.lines[test], self.seconds[test])):
+        chosen, total, name = [], 0.0, f"test_{Path(mutant.file).stem}"
+        for test in sorted(found, key=lambda test: (name not in test, self.lines[test], self.seconds[test])):
             if chosen and total + self.seconds[test] > limit:
                 continue
             chosen.append(test)
@@ -185,13 +186,16 @@ def worker(mutants: list[Mutant], tests: Coverage, end: float, out: Path) -> Non
 def judge(mutants: list[Mutant], tests: Coverage, end: float, out: Path, imported: Imported | None) -> None:
     with out.open("a") as file:
         for number, mutant in enumerate(mutants):
-            chosen, count = tests.of(mutant)
+            chosen, count = tests.of(mutant, at_import=imported is None)
             seconds = sum(tests.seconds[test] for test in chosen)
             if number == 0 and chosen:
                 file.write(json.dumps({"control": fate(None, chosen, seconds, imported), "tests": chosen}) + "\n")
             if time.time() > end:
                 return
-            result = fate(mutant, chosen, seconds, imported) if chosen else "no tests"
+            if not chosen and imported is not None and imported.has_run(mutant):
+                result = "too late"  # a pattern, of which graphs are made at import
+            else:
+                result = fate(mutant, chosen, seconds, imported) if chosen else "no tests"
             if result == "not run" and fate(None, chosen, seconds) == "survived":
                 result = "killed"  # its module cannot be imported any more
             shown = {"file": mutant.file, "line": mutant.line, "before": mutant.before, "after": mutant.after}

@@ -26,7 +26,7 @@ _COMPARISONS = {
 _OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult}
 #: last arguments whose absence shows in nothing that is computed, or in what never happens
 _IDLE = ("strict", "encoding", "stacklevel", "indent", "repr")
-_EITHER = ("max", "min")  #: functions whose arguments may be swapped
+_EITHER = ("max", "min", "torch.promote_types")  #: functions whose arguments may be swapped
 _QUIET = ("log", "note", "warnings", "cast")  #: calls of these names, or of their methods, are words, or nothing
 
 
@@ -113,6 +113,11 @@ class Imported:
     def _note(self, frame: types.FrameType, event: str, _: object) -> None:
         if event == "call":
             self.ran.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
+
+    def has_run(self, mutant: Mutant) -> bool:
+        """Whether the function that a mutant is in was called."""
+        path, place = getattr(sys.modules.get(mutant.module), "__file__", None), _outermost(mutant)
+        return place is not None and (path, place[1]) in self.ran
 
     def plant(self, mutant: Mutant) -> bool:
         """Put a mutant into the functions of its module, or have the module imported with it.

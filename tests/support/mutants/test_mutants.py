@@ -43,7 +43,7 @@ def test_a_function_is_changed_where_it_is_imported():
     codes, imported = [each.__code__ for each in functions], Imported()
     try:
         assert not imported.plant(outside) and [each.__code__ for each in functions] == codes
-        assert imported.plant(mutant)
+        assert not imported.has_run(mutant) and imported.plant(mutant)
         (changed,) = [each for each, code in zip(functions, codes) if each.__code__ is not code]
         assert body_of(FILE, mutant.line) > changed.__code__.co_firstlineno
     finally:
@@ -53,6 +53,7 @@ def test_a_function_is_changed_where_it_is_imported():
     with imported:
         changed(Graph().placeholder("x"), 0)
     assert (changed.__code__.co_filename, changed.__code__.co_firstlineno) in imported.ran
+    assert imported.has_run(mutant) and not imported.has_run(outside)
     assert not imported.plant(mutant), "it ran while modules were imported: what it made is there"
 
 
@@ -69,6 +70,15 @@ def test_tests_that_run_the_fewest_other_lines_come_first(tmp_path):
     assert Coverage(file).of(Mutant(FILE, line, 0, "", ""), 5.0) == (["near", "far"], 4)
 
 
+def test_tests_of_a_file_s_own_name_come_before_others(tmp_path):
+    """Of a pattern, which runs at import, all tests of its pass are asked: most of them have others to match."""
+    names = ["tests/passes/test_lora.py::a", "tests/ir/test_nodes.py::b", "tests/ir/test_nodes.py::c"]
+    told = {name: {"seconds": 1.0, "lines": {FILE: [1, *range(2, 4 + at)]}} for at, name in enumerate(names)}
+    file = tmp_path / "map.json"
+    file.write_text(json.dumps(told))
+    assert Coverage(file).of(Mutant(FILE, 1, 0, "", "")) == ([names[1], names[2], names[0]], 3)
+
+
 def test_a_line_of_a_function_is_shown_to_tests_that_run_it(tmp_path):
     lines = (ROOT / FILE).read_text(encoding="utf-8").splitlines()
     inside = next(at for at, line in enumerate(lines, 1) if line.startswith("    return "))
@@ -82,3 +92,6 @@ def test_a_line_of_a_function_is_shown_to_tests_that_run_it(tmp_path):
     tests = Coverage(file)
     assert tests.of(Mutant(FILE, inside, 0, "", "")) == (["a"], 1)
     assert tests.of(Mutant(FILE, outside, 0, "", "")) == (["a", "b"], 2)
+    other = max(line for line in range(begin, len(lines)) if (body_of(FILE, line) or begin) > begin)
+    assert tests.of(Mutant(FILE, other, 0, "", "")) == ([], 0)
+    assert tests.of(Mutant(FILE, other, 0, "", ""), at_import=True) == (["a", "b"], 2), "a pattern, maybe"
