@@ -31,15 +31,13 @@ _FAMILY = "attention"
 def run(graph: Graph, context: Context) -> None:
     tally = MatchCount(_FAMILY)
     for node, found in written_out_attention(graph, context.weights_unread).items():
-        tally.found += 1
         if reason := found if isinstance(found, str) else _rewrite(graph, node, found):
-            tally.refused.append(f"{_FAMILY}: {reason}{where_from(node)}")
+            tally.refuse(f"{_FAMILY}: {reason}{where_from(node)}")
             continue
         assert isinstance(found, FoundAttention)
         leave_out_weights(graph, found)
         erase_dead(graph, [node, *found.inside])
-        tally.rewritten += 1
-        tally.places.append(f"{_FAMILY}{where_from(node)}")
+        tally.rewrote(f"{_FAMILY}{where_from(node)}")
     if tally.found:
         context.tallies.append(tally)
 

@@ -34,18 +34,16 @@ def run(graph: Graph, context: Context) -> None:
     for node, found in attention_calls(graph, context.weights_unread).items():
         call, mask = found.arguments, document_mask_of(found.arguments.mask)
         assert mask is not None
-        tally.found += 1
         if is_disturbed(first_of(graph, {node, *found.inside}), node):
             reason: Any = DISTURBED
         else:
             reason = not_by_documents(call.map(value)) or _rewrite(graph, node, call, mask)
         if reason:
-            tally.refused.append(f"{_FAMILY}: {reason}{where_from(node)}")
+            tally.refuse(f"{_FAMILY}: {reason}{where_from(node)}")
             continue
         leave_out_weights(graph, found)
         erase_dead(graph, [node, *found.inside, *_chain(call.mask), *_chain(call.key), *_chain(call.value)])
-        tally.rewritten += 1
-        tally.places.append(f"{_FAMILY}{where_from(node)}")
+        tally.rewrote(f"{_FAMILY}{where_from(node)}")
     if tally.found:
         context.tallies.append(tally)
 

@@ -125,17 +125,16 @@ def _movable(node: Node, first: Node, order: dict[Node, int]) -> bool:
 def run(graph: Graph, context: Context) -> None:
     tally = MatchCount("grouped_linear")
     for group in _siblings(graph):
-        tally.found += len(group)
         order = {node: i for i, node in enumerate(graph.nodes)}
         first = group[0]
         if not all(_movable(node, first, order) for node in group[1:]):
-            tally.refused.append("a sibling's weights are computed from later values")
+            tally.refuse("a sibling's weights are computed from later values", len(group))
             continue
         for node in group[1:]:
             _hoist(graph, node, first, order)
         ys = tuple(_result(node) for node in group)
         _merge(graph, group, ys)
-        tally.rewritten += len(group)
+        tally.rewrote(anchors=len(group))
     context.tallies.append(tally)
 
 

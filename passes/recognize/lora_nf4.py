@@ -29,12 +29,11 @@ def run(graph: Graph, context: Context) -> None:
         x, inputs, weights, biases, a, b, scales, dtype = node.args
         if not any(w.target is dequantize_4bit.overload for w in weights):
             continue
-        tally.found += 1
         if not _same_format(node, weights):
-            tally.refused.append("the weights differ in format, or are read elsewhere too")
+            tally.refuse("the weights differ in format, or are read elsewhere too")
             continue
         if any(is_disturbed(weight, node) for weight in weights):  # the op reads packed weights where it stands
-            tally.refused.append(DISTURBED)
+            tally.refuse(DISTURBED)
             continue
         nested = weights[0].args[2] is not None
         tensors = [[w.args[i] for w in weights] if nested or i < 2 else [] for i in range(5)]
@@ -47,7 +46,7 @@ def run(graph: Graph, context: Context) -> None:
         annotate(new, node)
         node.replace_all_uses_with(new)
         erase_dead(graph, [node, *weights])
-        tally.rewritten += 1
+        tally.rewrote()
     context.tallies.append(tally)
 
 

@@ -104,12 +104,10 @@ def run(graph: Graph, context: Context) -> None:
         arguments = _inner_gemm(graph, node) if function else _arguments(node) if _is_gemm(node) else None
         if arguments is None:
             if function and any(_is_gemm(n) for n in getattr(graph.owning_module, node.args[0].target).graph.nodes):
-                tally.found += 1
-                tally.refused.append(f"the autograd function does more than one product{where_from(node)}")
+                tally.refuse(f"the autograd function does more than one product{where_from(node)}")
             continue
-        tally.found += 1
         if (reason := _refuse(arguments)) is not None:
-            tally.refused.append(reason + where_from(node))
+            tally.refuse(reason + where_from(node))
             continue
         rows, columns = arguments.pop("shapeB")
         output = next(user for user in node.users if user.args[1] == 0) if function else node
@@ -120,10 +118,10 @@ def run(graph: Graph, context: Context) -> None:
             "storage": dtype_of(arguments["B"]),
         }
         if (reason := replace(graph, (output,), _build, arguments)) is not None:
-            tally.refused.append(reason + where_from(node))
+            tally.refuse(reason + where_from(node))
             continue
         erase_dead(graph, [output, node, *node.users])
-        tally.rewritten += 1
+        tally.rewrote()
     context.tallies.append(tally)
 
 

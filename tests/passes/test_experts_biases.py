@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.support.passes.run import assert_told, family
+from tests.support.passes.run import family, recognize
 from tests.support.passes.traced import traced
-from tunecompile.compiler.pass_manager import Context, run_stage
+from tunecompile.compiler.pass_manager import Context
 from tunecompile.ops import grouped_lora_linear
 
 PASSES = family("experts", "expert_biases")
@@ -51,9 +51,7 @@ def seen(fn, biases=EXPERTS, dtype=torch.bfloat16):
     half = [(TOKENS, WIDTH), (EXPERTS, WIDTH, INNER), (biases, INNER), (TOKENS, EXPERTS)]
     x, up, bias, scores = (torch.randn(shape).bfloat16() for shape in half)
     gm, context = traced(fn, x, up, bias.to(dtype), scores), Context("test")
-    run_stage(PASSES, "recognize", gm.graph, context)
-    assert_told(context)
-    gm.graph.lint()
+    recognize(PASSES, gm, context, tidy=True)
     (product,) = [node for node in gm.graph.nodes if node.target is grouped_lora_linear.overload]
     bias = product.args[grouped_lora_linear.parameters.index("bias")]
     return bias, "; ".join(reason for tally in context.tallies for reason in tally.refused)
@@ -145,6 +143,6 @@ def test_a_product_that_stays_as_it_is_says_why_in_the_graph():
     """Drawings show it."""
     inputs = torch.randn(3, WIDTH), torch.randn(EXPERTS, INNER, WIDTH), torch.tensor([2, 0, 2])
     gm = traced(lambda x, weight, ids: torch.bmm(weight[ids], x.unsqueeze(-1)), *inputs)
-    run_stage(PASSES, "recognize", gm.graph, Context("test"))
+    recognize(PASSES, gm, Context("test"))
     missed = {node.name: node.meta["missed"] for node in gm.graph.nodes if "missed" in node.meta}
     assert list(missed) == ["bmm"] and "copy of its expert's matrix" in missed["bmm"]

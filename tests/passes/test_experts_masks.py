@@ -5,9 +5,9 @@ import operator
 import pytest
 import torch
 
-from tests.support.passes.run import family
+from tests.support.passes.run import family, recognize
 from tests.support.passes.traced import traced
-from tunecompile.compiler.pass_manager import Context, run_stage
+from tunecompile.compiler.pass_manager import Context
 from tunecompile.ops import grouped_lora_linear
 
 PASSES = family("experts", "expert_masks")
@@ -48,8 +48,7 @@ def masks_left(fn):
         torch.randint(EXPERTS + 1, (TOKENS, CHOICES)),
     )  # fmt: skip
     context = Context("test")
-    run_stage(PASSES, "recognize", gm.graph, context)
-    gm.graph.lint()
+    recognize(PASSES, gm, context, tidy=True)
     assert sum(node.target is grouped_lora_linear.overload for node in gm.graph.nodes) == 1
     left = [node for node in gm.graph.nodes if "masked_fill" in str(node.target)]
     compared = [node for node in gm.graph.nodes if node.target in (operator.ge, torch.ge, "ge", "unsqueeze")]
@@ -137,5 +136,5 @@ def test_masked_rows_that_others_read(other, left):
         two_readers(other), torch.randn(TOKENS, WIDTH).bfloat16(), torch.randn(EXPERTS, WIDTH, INNER).bfloat16(),
         torch.randint(EXPERTS + 1, (TOKENS, CHOICES)),
     )  # fmt: skip
-    run_stage(PASSES, "recognize", gm.graph, Context("test"))
+    recognize(PASSES, gm, Context("test"))
     assert sum("masked_fill" in str(node.target) for node in gm.graph.nodes) == left

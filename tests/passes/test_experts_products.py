@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph
 
-from tests.support.passes.run import family
+from tests.support.passes.run import family, recognize
 from tests.support.passes.traced import traced
-from tunecompile.compiler.pass_manager import Context, run_stage
+from tunecompile.compiler.pass_manager import Context
 from tunecompile.ops import grouped_lora_linear, layer_norm
-from tunecompile.passes.recognize.experts.products import _mutated, _origin
+from tunecompile.passes.recognize.experts.products import _mutated, _origin, _refusal
 
 PASSES = family("experts")
 EXPERTS, ROWS, WIDTH, INNER = 4, 12, 16, 8
@@ -24,11 +24,10 @@ def seen(fn, **other):
     given = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     given |= {"ends": torch.tensor([3, 3, 9, 12], dtype=torch.int32)} | other
     gm, context = traced(fn, *given.values()), Context("test")
-    run_stage(PASSES, "recognize", gm.graph, context)
-    gm.graph.lint()
+    recognize(PASSES, gm, context, tidy=True)
     calls = gm.graph.find_nodes(op="call_function", target=grouped_lora_linear.overload)
     (tally,) = context.tallies
-    assert tally.found == tally.rewritten + len(tally.refused)
+    assert tally.found == tally.rewritten + len(tally.refused) and tally.rewritten == len(tally.places)
     return calls, dict(zip(given, gm.graph.find_nodes(op="placeholder"))), "; ".join(tally.refused)
 
 
@@ -98,6 +97,27 @@ def test_products_that_stay(name):
     fn, reason = OTHERS[name]
     calls, _, why = seen(fn, ends=torch.tensor([0, 1, 2, 3], dtype=torch.int32))
     assert not calls and (reason is None or reason in why) and (reason is not None or not why)
+
+
+@pytest.mark.parametrize(
+    "dtype, out, bias, casts",
+    [
+        (torch.bfloat16, None, False, False),
+        (torch.bfloat16, torch.bfloat16, False, False),
+        (torch.bfloat16, torch.float32, False, True),
+        (torch.float32, None, False, True),
+        (torch.bfloat16, None, True, True),
+    ],
+)
+def test_products_that_cast_or_add(dtype, out, bias, casts):
+    """Each by itself is a reason: torch's own product refuses some of them, transformers' computes them."""
+    graph = Graph()
+    given = {"input": torch.empty(2, 3, dtype=dtype), "weight": torch.empty(4, 3, 5, dtype=torch.bfloat16)}
+    given |= {"offs": torch.empty(4, dtype=torch.int32)} | ({"bias": torch.empty(4, 5)} if bias else {})
+    operands = {"bias": None, "out_dtype": out} | {name: graph.placeholder(name) for name in given}
+    for name, example in given.items():
+        operands[name].meta["example_value"] = example
+    assert _refusal(graph, operands) == ("it adds a bias, or casts" if casts else None)
 
 
 @pytest.mark.parametrize("name", NONE)

@@ -23,7 +23,7 @@ def seen(fn, expect, bias=True, trained="xwb"):
     def whole(x, w, b, labels):
         return fn(F.linear(x, w, b if bias else None), labels)
 
-    return recognized(whole, x, w, b, labels, passes=PASSES, expect=expect, tol=1e-10)[1]
+    return recognized(whole, x, w, b, labels, passes=PASSES, expect=expect, tol=1e-10, tidy=True)[1]
 
 
 def loss(change=lambda logits: logits, labels=lambda labels: labels.flatten(), **options):

@@ -35,6 +35,17 @@ class MatchCount:
     refused: list[str] = field(default_factory=list)  #: why other anchors were not rewritten
     places: list[str] = field(default_factory=list)  #: "rewrite at file:line" of each rewrite made
 
+    def rewrote(self, place: str | None = None, anchors: int = 1) -> None:
+        """Count anchors that are gone, of one place."""
+        self.found += anchors
+        self.rewritten += anchors
+        self.places += [] if place is None else [place]
+
+    def refuse(self, reason: str, anchors: int = 1) -> None:
+        """Count anchors that stay, and note why."""
+        self.found += anchors
+        self.refused.append(reason)
+
 
 @dataclass(frozen=True)
 class Change:

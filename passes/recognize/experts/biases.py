@@ -81,13 +81,11 @@ def run(graph: Graph, context: Context) -> None:
         add, biases = found
         if source(biases, operator.getitem) is None:
             continue
-        tally.found += 1
         reason = _refusal(product, rows, add, biases)
         if reason is not None:
-            tally.refused.append(f"expert_biases: {reason}{where_from(add)}")
+            tally.refuse(f"expert_biases: {reason}{where_from(add)}")
             continue
-        tally.rewritten += 1
-        tally.places.append(f"biases of experts{where_from(add)}")
+        tally.rewrote(f"biases of experts{where_from(add)}")
         stack = biases.args[0]
         product.update_arg(_BIAS, stack)
         add.replace_all_uses_with(rows)

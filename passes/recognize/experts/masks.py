@@ -87,9 +87,7 @@ def run(graph: Graph, context: Context) -> None:
     for product in [node for node in graph.nodes if node.target is grouped_lora_linear.overload]:
         offsets = product.args[2]
         for mask in [*filter(None, [_before(product, offsets)]), *_behind(product, offsets)]:
-            tally.found += 1
-            tally.rewritten += 1
-            tally.places.append(f"rows of nobody{where_from(mask)}")
+            tally.rewrote(f"rows of nobody{where_from(mask)}")
             if mask.target != _IN_PLACE:
                 assert dtype_of(mask) == dtype_of(mask.args[0])
                 mask.replace_all_uses_with(mask.args[0])

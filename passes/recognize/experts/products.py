@@ -136,7 +136,6 @@ def run(graph: Graph, context: Context) -> None:
         batched = _copies_a_matrix_a_row(node)
         if not batched and not _is_product(node):
             continue
-        tally.found += 1
         operands = _operands(node)
         reason = BATCHED if batched else _refusal(graph, operands)
         if reason is None:
@@ -154,12 +153,11 @@ def run(graph: Graph, context: Context) -> None:
             place = f"{'adapted' if adapters else 'plain'} experts{where_from(node)}"
             reason = replace(graph, (node,), _build, bound)
             if reason is None:
-                tally.rewritten += 1
-                tally.places.append(place)
+                tally.rewrote(place)
                 weight = operands["weight"]
                 erase_dead(graph, [node, weight, *weight.all_input_nodes] if weight.op != "placeholder" else [node])
                 continue
-        tally.refused.append(f"experts: {reason}{where_from(node)}")
+        tally.refuse(f"experts: {reason}{where_from(node)}")
         node.meta["missed"] = reason
     context.tallies.append(tally)
     for node in list(graph.nodes):

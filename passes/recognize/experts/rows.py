@@ -124,14 +124,13 @@ def run(graph: Graph, context: Context) -> None:
         reads += [(read, 1, False) for index in inverses for read in _reads(index)]
         if not inverses and all(share == 1 for _, share, _ in reads):
             continue  # a sort for another purpose
-        tally.found += len(reads)
         places, before = _places(graph, order), set(graph.nodes)
         for read, share, forth in reads:
             reason = _rewrite(graph, read, order, places, share, forth)
             if reason is None:
-                tally.rewritten += 1
+                tally.rewrote()
             else:
-                tally.refused.append(f"expert_rows: {reason}{where_from(read)}")
+                tally.refuse(f"expert_rows: {reason}{where_from(read)}")
         _forget(graph, order, inverses, before)
     context.tallies.append(tally)
 

@@ -55,11 +55,10 @@ def run(graph: Graph, context: Context) -> None:
             continue
         topk = _chosen(ids)
         if topk is not None and (_choices_of(topk) or _LARGEST) < _LARGEST and not _ids_change(topk, node):
-            tally.found += 1
             if _narrow(graph, node, ids):
-                tally.rewritten += 1
+                tally.rewrote()
             else:
-                tally.refused.append(f"sort_keys: more than values and order is read{where_from(node)}")
+                tally.refuse(f"sort_keys: more than values and order is read{where_from(node)}")
     context.tallies.append(tally)
 
 

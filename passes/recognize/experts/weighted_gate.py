@@ -45,7 +45,6 @@ def run(graph: Graph, context: Context) -> None:
     for gated in [node for node in graph.nodes if node.target is gated_activation.overload]:
         if (found := _weighted(gated)) is None:
             continue
-        tally.found += 1
         product, weights = found
         gate, up, activation = gated.args
         last = _rounded(product, dtype_of(gated))
@@ -57,11 +56,10 @@ def run(graph: Graph, context: Context) -> None:
         else:
             reason = replace(graph, (last,), weighted_gate, bound)
         if reason is None:
-            tally.rewritten += 1
-            tally.places.append(f"weighted gate{where_from(product)}")
+            tally.rewrote(f"weighted gate{where_from(product)}")
             erase_dead(graph, [node for node in (last, product, gated) if node is not None])
         else:
-            tally.refused.append(f"weighted_gate: {reason}{where_from(product)}")
+            tally.refuse(f"weighted_gate: {reason}{where_from(product)}")
     context.tallies.append(tally)
 
 

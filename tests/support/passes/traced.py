@@ -8,8 +8,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node, map_arg, symbolic_trace
 
-from tests.support.passes.run import assert_same, assert_told, count, results
-from tunecompile.compiler.pass_manager import Context, Pass, run_stage
+from tests.support.passes.run import assert_same, count, recognize, results
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import canonicalize
 
 
@@ -42,12 +42,13 @@ def _fold(graph: Graph) -> None:
         graph.erase_node(node)
 
 
-def recognized(fn: Callable, *args: torch.Tensor, passes: Sequence[Pass], expect: dict | None = None, tol=1e-5):
-    """(The graph after passes, the context); its results and gradients are the function's. `expect`: ops in it."""
+def recognized(
+    fn: Callable, *args: torch.Tensor, passes: Sequence[Pass], expect: dict | None = None, tol=1e-5, tidy=False
+):
+    """(The graph after passes, the context); its results and gradients are the function's. `expect`: ops in it.
+    `tidy`: nothing is left over of what they replaced."""
     gm, context = traced(fn, *args), Context("test")
-    run_stage(passes, "recognize", gm.graph, context)
-    assert_told(context)
-    gm.graph.lint()
+    recognize(passes, gm, context, tidy)
     gm.recompile()
     ours, theirs = results(gm, args), results(fn, args)
     assert_same(ours[0] + ours[1], theirs[0] + theirs[1], tol)
