@@ -25,7 +25,8 @@ __all__ = ["PASS"]
 ROOM = 2 << 30  #: bytes beside its results, from which on a call is split
 EACH = 1 << 30  #: that each of its parts may need then
 KERNELS = ("cudnn", "flash")  #: which read by stride all that they are given; "efficient" takes the output to be dense
-BY_HEAD = ("grad_out", "query", "key", "value", "out", "logsumexp")  #: arguments [batch, heads, ...]
+DENSE = "logsumexp"  #: sums of the softmax, which flash takes to be dense
+BY_HEAD = ("grad_out", "query", "key", "value", "out", DENSE)  #: arguments [batch, heads, ...]
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -51,11 +52,12 @@ def in_turn(
     *args: Any, target: Any, groups: int, orders: tuple, apart: tuple, options: tuple
 ) -> list[torch.Tensor | None]:
     """The results of `target(*args, **dict(options))`, from as many calls as there are groups of heads."""
-    split = [argument.name in BY_HEAD for argument in target._schema.arguments]
+    names = [argument.name for argument in target._schema.arguments]
     given = [_copy(value) if i in apart else value for i, value in enumerate(args)]
     calls = [
         target(
-            *(_share(value, i, groups) if by_head else value for value, by_head in zip(given, split)), **dict(options)
+            *(_share(value, i, groups, name) if name in BY_HEAD else value for value, name in zip(given, names)),
+            **dict(options),
         )
         for i in range(groups)
     ]
@@ -93,12 +95,10 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return out.view(batch, length, heads, dim).transpose(1, 2)
 
 
-def _share(tensor: torch.Tensor, i: int, groups: int) -> torch.Tensor:
+def _share(tensor: torch.Tensor, i: int, groups: int, name: str) -> torch.Tensor:
     heads = tensor.shape[1] // groups
     part = tensor.narrow(1, i * heads, heads)
-    return (
-        part if tensor.dim() == 4 and tensor.shape[3] > 1 else part.contiguous()
-    )  # sums of the softmax: flash takes them to be dense
+    return part.contiguous() if name == DENSE else part
 
 
 def _join(pieces: tuple, order: tuple[int, ...] | None) -> torch.Tensor | None:

@@ -102,13 +102,7 @@ def _views_of_inputs(graph: Graph, written: set[Node], backward: set[Node]) -> l
     """
     sources, found = set(graph.find_nodes(op="placeholder")) - written, []
     for node in graph.nodes:
-        if (
-            node.op == "call_function"
-            and node not in backward
-            and returns_view(node.target)
-            and isinstance(node.args[0], Node)
-            and node.args[0] in sources
-        ):
+        if node not in backward and returns_view(node.target) and node.args[0] in sources:
             sources.add(node)
             found.append(node)
     return found

@@ -118,12 +118,11 @@ def _refuse(node: Node, arguments: dict) -> str | None:
 def run(graph: Graph, context: Context) -> None:
     tally = MatchCount("linear_cross_entropy")
     for node in [n for n in graph.nodes if n.target is F.cross_entropy]:
-        tally.found += 1
         reason = _rewrite(graph, node)
         if reason is None:
-            tally.rewritten += 1
+            tally.rewrote()
         else:
-            tally.refused.append(reason + where_from(node))
+            tally.refuse(reason + where_from(node))
     context.tallies.append(tally)
 
 
@@ -162,7 +161,7 @@ def _build(node: Node, chain: _Chain, arguments: dict, x, weight, bias, target):
     )
     for step in reversed(chain.rows):
         if step.target is operator.getitem:
-            x = x[_without_vocabulary(step)]
+            x = x[step.args[1]]  # the last dimension, of words, is taken as a whole
     x = x.reshape(-1, value(product.args[0]).shape[-1])
     trained = [getattr(value(v), "requires_grad", False) for v in product.args]
     reduction, ignore_index = arguments["reduction"], arguments["ignore_index"]
@@ -184,11 +183,6 @@ def _build(node: Node, chain: _Chain, arguments: dict, x, weight, bias, target):
     loss = mean_of_labelled(made[0], target, ignore_index) if reduction == "mean" else made[0]
     wanted = value(node).dtype
     return loss if dtype is not None and torch.promote_types(dtype, torch.float32) == wanted else loss.to(wanted)
-
-
-def _without_vocabulary(step: Node) -> tuple:
-    index = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
-    return tuple(index[: value(step.args[0]).dim() - 1])
 
 
 def _between(last: Node, first: Node) -> set[Node]:

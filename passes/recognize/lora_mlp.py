@@ -19,13 +19,6 @@ __all__ = ["PASS"]
 _LINEARS = (lora_linear.overload, lora_linear_nf4.overload)
 
 
-def _through_casts(node: Node) -> Node:
-    """The node before casts that do not change its dtype."""
-    while node.op == "call_method" and node.target == "to" and value(node).dtype == value(node.args[0]).dtype:
-        node = node.args[0]
-    return node
-
-
 _PARTS = ("split", "chunk", torch.split, torch.chunk)  #: several ways to cut one output
 
 
@@ -49,9 +42,7 @@ def _half(node: Node) -> tuple[Node, int] | None:
 
 def _is_adapted(node: Node) -> bool:
     """Whether it is of the output of an adapted linear, whole or in part."""
-    while isinstance(node, Node) and (
-        node.target is getitem or node.target in _PARTS or _through_casts(node) is not node
-    ):
+    while isinstance(node, Node) and (node.target is getitem or node.target in _PARTS):
         node = node.args[0]
     return isinstance(node, Node) and node.target in _LINEARS
 
@@ -97,13 +88,13 @@ def _members(linear: Node) -> dict[str, Any]:
 
 def _match(down: Node) -> tuple | str | None:
     """The arguments of `lora_mlp`; for a near miss the reason; otherwise None."""
-    act = _through_casts(down.args[0])
+    act = down.args[0]
     if (
         act.target is not gated_activation.overload
         or len(down.args[4 if down.target is lora_linear.overload else 8]) != 1
     ):
         return None
-    gate, up = (_half(_through_casts(side)) for side in act.args[:2])
+    gate, up = (_half(side) for side in act.args[:2])
     if gate is None or up is None or gate[0] is not up[0]:
         if not any(map(_is_adapted, act.args[:2])):
             return None  # down alone has an adapter
@@ -128,11 +119,7 @@ def _mismatch(down: Node, act: Node, wide: dict[str, Any], narrow: dict[str, Any
     """Why the members of gate|up and of down cannot be one op, or None."""
     if wide["own"] or narrow["own"]:
         return "a projection has a bias, or its adapter dropout"
-    if (
-        wide["same"] != narrow["same"]
-        or bool(wide["code"]) != bool(narrow["code"])
-        or bool(wide["weights"]) != bool(narrow["weights"])
-    ):
+    if wide["same"] != narrow["same"] or bool(wide["code"]) != bool(narrow["code"]):
         return "the projections' weights differ in format"
     if wide["same"][0] != value(wide["x"]).dtype or value(act).dtype != value(wide["x"]).dtype or len(act.users) != 1:
         return "adapters or activation are computed in another dtype, or the activation is read elsewhere too"
@@ -146,15 +133,13 @@ def run(graph: Graph, context: Context) -> None:
     for down in [node for node in graph.nodes if node.target in _LINEARS]:
         match = _match(down)
         if isinstance(match, str):
-            tally.found += 1
-            tally.refused.append(match + where_from(down))
+            tally.refuse(match + where_from(down))
         elif (
             match is not None
             and lora_mlp.choose(torch.fx.map_arg(match, value), context.precision).run is not lora_mlp.reference
         ):
-            tally.found += 1
-            tally.rewritten += 1
             _replace(graph, down, match)
+            tally.rewrote()
     context.tallies.append(tally)
 
 

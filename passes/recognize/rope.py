@@ -79,9 +79,9 @@ def _split(match: Match) -> str | None:
 def _are_halves(first: Any, second: Any, width: int, rank: int) -> bool:
     """Whether two indices select the halves of the last dim, and all of the other dims."""
     left, right = (_last_slice(index, rank) for index in (first, second))
-    if left is None or right is None or left.step not in (None, 1) or right.step not in (None, 1):
+    if left is None or right is None:
         return False
-    return left.indices(width)[:2] == (0, width // 2) and right.indices(width)[:2] == (width // 2, width)
+    return left.indices(width) == (0, width // 2, 1) and right.indices(width) == (width // 2, width, 1)
 
 
 def _joined(x, cos, sin, first, second, match):
@@ -119,7 +119,7 @@ def _pairs(match: Match) -> str | None:
 def _every_second(index: Any, first: int, width: int, rank: int) -> bool:
     """Whether an index selects every second element of the last dim from `first` on, and all of the other dims."""
     last = _last_slice(index, rank)
-    return last is not None and last.step == 2 and last.start in (first, first or None) and last.stop in (None, width)
+    return last is not None and last.indices(width) == (first, width, 2)
 
 
 def _last_slice(index: Any, rank: int) -> slice | None:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
+from itertools import accumulate
 from pathlib import Path
 
 from tunecompile.compiler.pass_manager import STAGES, Pass, Stage, validate
@@ -129,8 +130,7 @@ def load(entry: EntryPoint) -> list[Pass]:
 
 def digest(module: str) -> str:
     """A hash of the source of the whole package that a module belongs to."""
-    parts = module.split(".")
-    owners = (sys.modules[".".join(parts[:i])] for i in range(1, len(parts) + 1))
+    owners = (sys.modules[name] for name in accumulate(module.split("."), "{}.{}".format))  # the outermost first
     owner = next((found for found in owners if getattr(found, "__file__", None)), None)  # a namespace has no file
     if owner is None or owner.__file__ is None:
         return ""

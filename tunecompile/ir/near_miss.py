@@ -72,7 +72,7 @@ def _has(node: Node, item: Any) -> bool:
     """Whether `item` is one of the node's arguments, at any depth."""
     leaves: list[Any] = []
     map_aggregate((node.args, node.kwargs), lambda leaf: leaves.append(_uncast(leaf)))
-    return any(leaf is item or (not isinstance(item, Node) and leaf == item) for leaf in leaves)
+    return item in leaves
 
 
 def _uncast(item: Any) -> Any:

@@ -116,7 +116,7 @@ class Op:
     cost: Cost  #: how expensive it is to recompute
     flops: Callable[..., int] | None  #: takes the op's arguments; floating point operations of one call
     parameters: tuple[str, ...]  #: names of the reference's parameters
-    opaque: bool = False  #: called as it is: no provider is traced in its place
+    opaque: bool  #: called as it is: no provider is traced in its place
     providers: list[Provider] = field(default_factory=list)  #: in the order of registration
     backward_op: Op | None = None  #: made by `Op.backward`; it has providers of its own
     formula: Formula | None = None  #: what `Op.backward` was told

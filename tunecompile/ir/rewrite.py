@@ -218,9 +218,10 @@ def erase_dead(graph: Graph, candidates: Iterable[Node]) -> None:
 
 def _used_early(match: Match) -> str | None:
     """Refuse a match whose outputs are used too early: one op computes all of them, in the place of the last."""
-    if len(match.outputs) == 1:
+    first, *others = match.outputs
+    if not others:
         return None
-    place = {node: i for i, node in enumerate(match.outputs[0].graph.nodes)}
+    place = {node: i for i, node in enumerate(first.graph.nodes)}
     last, inside = max(place[node] for node in match.outputs), set(match.nodes.values())
     early = any(place[user] < last and user not in inside for out in match.outputs for user in out.users)
     return "an output is used before all of them are computed" if early else None

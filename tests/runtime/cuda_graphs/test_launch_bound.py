@@ -42,7 +42,7 @@ class Machine:
 
 def told(monkeypatch, machine, layers=16, copying=0.0):
     monkeypatch.setattr(launch_bound, "time", SimpleNamespace(perf_counter=lambda: machine.now / 1e3))
-    clock = Clock(machine, copying=HostTime())
+    clock = Clock(machine, True, 0, HostTime())
     for number in range(12):
         machine.step(clock, layers, number, copying)
     return clock
@@ -84,7 +84,7 @@ def test_what_is_known_is_timed_no_more(monkeypatch):
     """Nor more calls than are needed; each call runs all the same."""
     monkeypatch.setattr(launch_bound, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     for waiting, timed in ((None, SAMPLES + 1), (False, 0), (True, SAMPLES + 1)):
-        clock, ran = Clock(Machine(1.0, 0.5, 0.5)), []
+        clock, ran = Clock(Machine(1.0, 0.5, 0.5), True, 0, HostTime()), []
         clock.waiting = waiting
         for number in range(SAMPLES + 3):
             assert clock.time(lambda inputs: ran.append(inputs) or "result", [number], None, 0) == "result"

@@ -33,9 +33,9 @@ def weighted(node: Any) -> Product | None:
     if (found := _einsum(node)) is None:
         return None
     for (weights, w), (values, v), made in (found, (found[1], found[0], found[2])):
-        a, b, q, k, *more = w
+        a, b, q, k = w
         width = set(made) - {a, b, q}
-        if not more and len(width) == 1 and {a, b, k} | width == set(v) and len({a, b, q, k} | width) == 5:
+        if len(width) == 1 and {a, b, k} | width == set(v):
             (d,) = width
             orders = _order(v, a + b + k + d), _order(a + b + q + d, made)
             return Product(weights, values, orders)
@@ -52,14 +52,14 @@ def scored(node: Any, factor: float, read: Reading) -> Product | None:
         if not (is_number(beta) and is_number(alpha) and len(names.keys() - {"beta", "alpha"}) == 3):
             return None
         left, right = names["batch1"], names["batch2"]
-        added = (Term(names["input"], None, False, beta * factor, True),) if beta else ()
+        added = (Term(names["input"], factor=beta * factor, joined=True),) if beta else ()
         factor = factor * alpha
     elif (found := _einsum(node)) is not None:
         read.inside.append(node)
         for (queries, x), (keys, y), made in (found, (found[1], found[0], found[2])):
-            a, b, q, k, *more = made
+            a, b, q, k = made
             width = set(x) - {a, b, q}
-            if not more and len(width) == 1 and {a, b, k} | width == set(y) and len({a, b, q, k} | width) == 5:
+            if len(width) == 1 and {a, b, k} | width == set(y):
                 (d,) = width
                 return Product(queries, keys, (_order(x, a + b + q + d), _order(y, a + b + k + d)), factor)
         return None

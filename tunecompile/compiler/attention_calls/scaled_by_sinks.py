@@ -32,7 +32,7 @@ class Scaled:
 
 def scaled_by_sinks(node: Node, read: Reading) -> Scaled | None:
     """Return what a node scales by sinks, and note the calls of the scale; None of another node, noting nothing."""
-    if not calls(node, "mul") or len(node.args) != 2 or node.kwargs:
+    if not calls(node, "mul") or node.kwargs:
         return None
     for product, factor in (node.args, node.args[::-1]):
         taken = Reading()
@@ -48,7 +48,7 @@ def _scaled(product: Node, factor: Any, read: Reading) -> Scaled | None:
     if not (isinstance(rows, Tensor) and isinstance(made, Tensor) and rows.dim() == made.dim() == 4):
         return None
     gate: Any = read.through(factor, _casts_or_stands_apart)
-    if not calls(gate, "sigmoid") or len(gate.args) != 1 or gate.kwargs:
+    if not calls(gate, "sigmoid") or gate.kwargs:
         return None
     difference: Any = read.through(read.step(gate), _casts_or_stands_apart)
     if not calls(difference, "sub") or len(difference.args) != 2 or difference.kwargs:
@@ -74,7 +74,7 @@ def _casts_or_stands_apart(node: Node) -> bool:
     """Whether it is a cast, or adds a last dimension of size 1."""
     if casts(node):
         return True
-    given = value(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
+    given = value(node.args[0]) if node.args else None
     if not isinstance(given, Tensor):
         return False
     if calls(node, "unsqueeze"):

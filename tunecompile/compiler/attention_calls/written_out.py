@@ -150,9 +150,9 @@ def _terms(scores: Any, read: Reading) -> tuple[tuple[Term, ...], Any, float]:
         given: tuple[Any, ...] = tuple(scores.args)
         joined = getattr(value(scores), "ndim", 0) == 3
         if calls(scores, "add") and len(given) == 2 and isinstance(value(given[1]), Tensor):
-            terms.append(Term(given[1], None, False, factor, joined))
+            terms.append(Term(given[1], factor=factor, joined=joined))
         elif calls(scores, "masked_fill") and len(given) == 3 and _masks(given[2], factor):
-            terms.append(Term(given[1], _number(given[2]), False, factor, joined))
+            terms.append(Term(given[1], _number(given[2]), factor=factor, joined=joined))
         elif calls(scores, "where") and len(given) == 3 and _masks(given[2], factor) and isinstance(given[1], Node):
             terms.append(Term(given[0], _number(given[2]), True, factor, joined))
             read.inside.append(scores)
@@ -185,7 +185,7 @@ def _masks(given: Any, factor: float) -> bool:
 
 def _without_factor(node: Any, read: Reading) -> tuple[Any, float]:
     """(what a number multiplies, or divides; the factor)."""
-    if not (calls(node, "mul", "truediv", "div") and len(node.args) == 2 and not node.kwargs):
+    if not calls(node, "mul", "truediv", "div") or node.kwargs:
         return node, 1.0
     scores, factor = node.args
     if calls(node, "mul"):
@@ -206,7 +206,7 @@ def _without_cap(node: Any, read: Reading) -> tuple[Any, float]:
         return node, 0.0
     cap = node.args[1]
     within = node.args[0].args[0]
-    divided = calls(within, "truediv", "div") and len(within.args) == 2 and not within.kwargs and within.args[1] == cap
+    divided = calls(within, "truediv", "div") and not within.kwargs and within.args[1] == cap
     if not divided or cap <= 0:
         return node, 0.0
     read.inside += [node, node.args[0], within]

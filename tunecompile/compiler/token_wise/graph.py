@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from tunecompile._torch.fake_tensors import FakeTensorMode, TorchDispatchMode, guards_at, size_hint, size_with
 from tunecompile.compiler.attention_calls import AttentionArguments, attention_calls, document_mask_of
+from tunecompile.compiler.attention_calls.reading import asked
 from tunecompile.compiler.token_wise.operations import (
     SHAPED,
     TOKENS,
@@ -200,9 +201,7 @@ IMAGE_OFFSETS = "image_offsets"
 
 def _has_offsets(node: Node) -> bool:
     """Whether an op's documents are those of the row. (Those that a collator gives count padding.)"""
-    place = _BY_DOCUMENTS[node.target]
-    offsets = node.args[place] if len(node.args) > place else node.kwargs.get("offsets")
-    return _is_given(offsets, OFFSETS)
+    return _is_given(asked(node, "offsets", _BY_DOCUMENTS[node.target]), OFFSETS)
 
 
 def _is_given(offsets: Any, name: str) -> bool:

@@ -18,28 +18,36 @@ def tokens_of(tensor: Tensor) -> list[int]:
     return [dim for dim, size in enumerate(tensor.shape) if size and size % TOKENS == 0]
 
 
-def _names(*rows: str) -> frozenset[str]:
-    return frozenset(name for row in rows for name in row.split())
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
 SHAPED = _names(
-    "view reshape expand unflatten getitem new_zeros new_ones new_empty empty zeros ones narrow split",
-    "tunecompile.document_mask sym_size size",
+    """
+    view reshape expand unflatten getitem new_zeros new_ones new_empty empty zeros ones narrow split
+    tunecompile.document_mask sym_size size
+    """
 )
 _BLANK = _names(
-    "empty zeros ones full empty_strided new_empty new_zeros new_ones new_full new_empty_strided",
-    "empty_like zeros_like ones_like full_like rand_like randn_like",
+    """
+    empty zeros ones full empty_strided new_empty new_zeros new_ones new_full new_empty_strided
+    empty_like zeros_like ones_like full_like rand_like randn_like
+    """
 )
 _ALIKE = _names(
-    "clone _to_copy contiguous alias detach lift_fresh native_dropout bernoulli bernoulli_ dropout",
-    "copy_ fill_ zero_ masked_fill masked_fill_ where _conj silu gelu",
+    """
+    clone _to_copy contiguous alias detach lift_fresh native_dropout bernoulli bernoulli_ dropout
+    copy_ fill_ zero_ masked_fill masked_fill_ where _conj silu gelu
+    """
 )
 _RESHAPED = _names("view _unsafe_view reshape unsqueeze squeeze unflatten flatten view_as_complex view_as_real")
 _MOVED = _names("permute transpose t expand repeat select slice split split_with_sizes unbind cat stack")
 _ALONG = _names(
-    "sum mean amax amin max min var std var_mean argmax argmin any all prod logsumexp cumsum cumprod topk sort argsort",
-    "linalg_vector_norm norm _softmax _log_softmax gather scatter scatter_ scatter_add scatter_add_ index_select",
-    "flip glu",
+    """
+    sum mean amax amin max min var std var_mean argmax argmin any all prod logsumexp cumsum cumprod topk sort argsort
+    linalg_vector_norm norm _softmax _log_softmax gather scatter scatter_ scatter_add scatter_add_ index_select
+    flip glu
+    """
 )
 _LOOKED_UP = _names("embedding index gather")
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "_scaled_mm": (0, 1), "_int_mm": (0, 1)}

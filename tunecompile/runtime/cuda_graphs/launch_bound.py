@@ -55,9 +55,9 @@ class Clock:
     1.13 on both, for 0.90 replayed.)
     """
 
-    def __init__(self, recorder: Recorder, loads: bool = True, tokens: int = 0, copying: HostTime | None = None):
+    def __init__(self, recorder: Recorder, loads: bool, tokens: int, copying: HostTime):
         self.recorder = recorder
-        self.copying = copying or HostTime()  #: on copies of saved tensors: recordings have none
+        self.copying = copying  #: on copies of saved tensors: recordings have none
         self.tokens = tokens  #: of the calls that it times; 0 where that does not matter
         self.loads = loads  #: whether no other shape ran the graph's kernels before
         self.calls: list[TimedCall] = []

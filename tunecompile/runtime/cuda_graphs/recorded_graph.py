@@ -58,19 +58,21 @@ class Replays(Holder, Protocol):
 
 
 class Phase(Enum):
-    """The state of one layer under one shape, on its way to being replayed."""
+    """The state of one layer under one shape, on its way to being replayed.
+
+    Calls whose kernels do not wait have none, and neither have those of a graph that cannot be recorded.
+    """
 
     UNKNOWN = auto()  #: the call runs: it is too early to time, to record or to know the times
     TIMING = auto()  #: the call runs, and is timed
     RECORDING = auto()  #: launch-bound, and called often enough
     REPLAYING = auto()  #: there is a recording
-    OFF = auto()  #: kernels do not wait, or the graph cannot be recorded
 
 
 class Forward:
     """The compiled forward of a region, for all its layers.
 
-    A layer under a shape goes UNKNOWN -> TIMING -> RECORDING -> REPLAYING, or ends OFF. Timing is common to all layers
+    A layer under a shape goes UNKNOWN -> TIMING -> RECORDING -> REPLAYING. Timing is common to all layers
     of a shape, and what is known of a layer's inputs to all shapes. A layer is recorded anew where layers run in
     another order than they were recorded in, and UNKNOWN again where all recordings are dropped.
     """
@@ -82,7 +84,9 @@ class Forward:
         self.layers: dict[tuple, LayerInputs] = {}
         self.known: set[tuple] = set()  #: layers that ran, by the addresses of their parameters
         self.pool = RecordingPool(shared, self.places)
-        self.undecided = -1  #: the last pass with a layer of which it was not known whether it is launch-bound
+        self.undecided: int | None = (
+            None  #: the last pass with a layer of which it was not known whether it is launch-bound
+        )
         self.enabled = True
 
     def __call__(self, inputs: list) -> Sequence[Any]:
@@ -120,8 +124,6 @@ class Forward:
         return outputs
 
     def _phase(self, clock: Clock, place: ShapeSlot) -> Phase:
-        if not self.enabled or clock.waiting is False:
-            return Phase.OFF
         if not clock.decide():
             self.undecided = self.shared.passes
             return Phase.TIMING if clock.first or place.seen > 1 or not clock.loads else Phase.UNKNOWN
