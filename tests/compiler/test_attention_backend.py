@@ -231,7 +231,7 @@ def test_the_timer_leaves_no_trace(monkeypatch):
             pass
 
         def record(self):
-            pass
+            marks.append(self)
 
         def synchronize(self):
             pass
@@ -239,6 +239,7 @@ def test_the_timer_leaves_no_trace(monkeypatch):
         def elapsed_time(self, end):
             return 1.0
 
+    marks = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(attention_backend, "occupy_gpu", lambda: None)
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices, fork=torch.random.fork_rng: fork([]))
@@ -247,7 +248,12 @@ def test_the_timer_leaves_no_trace(monkeypatch):
     for mask in (None, ((1, 1, 6, 6), "bool"), ((6, 6), "bfloat16")):
         call = AttentionCall(1, 4, 2, 6, 6, 8, 8, "bfloat16", mask is None, mask, False)
         with torch._subclasses.FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", torch.float16):
+            marks.clear()
             assert attention_backend.time_on_gpu(call, "math", torch.device("cpu")) == 1.0
+        begin, end = marks[:2]
+        assert begin is not end and marks == [begin, end] * (1 + attention_backend.RUNS), (
+            "one call ahead is not counted"
+        )
         assert torch.equal(state, torch.get_rng_state())
         inputs, grad, made = attention_backend._tensors(call, torch.device("cpu"))
         assert sum(t.nbytes for t in (*inputs, grad, made) if t is not None) == call.bytes

@@ -13,7 +13,7 @@ from tunecompile import passes
 from tunecompile.compiler import backend as backend_module
 from tunecompile.compiler.backend import Backend
 from tunecompile.compiler.pass_manager import Context
-from tunecompile.planner.solver import Plan
+from tunecompile.planner.solver import KEEP, Plan
 
 
 def fail(graph, context):
@@ -182,3 +182,29 @@ def test_a_forward_for_scores_has_no_code_for_a_backward(executor):
     assert torch.equal(*made) and torch.autograd.grad(made[0].sum(), x)[0].isfinite().all()
     with pytest.raises(RuntimeError, match="have no backward"):
         made[1].sum().backward()
+
+
+def test_backends_that_compile_alike_are_one_key():
+    """Dynamo keeps what they compiled by backend: those of one region under one plan find each other's."""
+
+    class Owner:
+        def compile(self, gm, inputs):
+            return gm.forward
+
+    owner, region, setting = Owner(), object(), object()
+    of = [
+        (region, setting, KEEP), (region, setting, KEEP), (region, setting, Plan(None)), (region, setting, None),
+        (region, setting, None), (region, object(), KEEP), (object(), setting, KEEP),
+    ]  # fmt: skip
+    made = [backend_module.WeakBackend(owner.compile, backend_module.CompiledAs(*each)) for each in of]
+    made += [backend_module.WeakBackend(owner.compile) for _ in range(2)]
+    assert made[0] == made[1] and hash(made[0]) == hash(made[1]) and made[0] != "another"
+    assert len(set(made)) == len(made) - 1, "without a plan, or without a region, each is one of its own"
+
+
+def test_bfloat16_where_it_is_lacking(monkeypatch):
+    """Inductor would refuse it behind all passes; what is no tensor, or lies elsewhere, is no reason."""
+    monkeypatch.setattr(backend_module, "has_bfloat16", lambda device: device.type != "meta")
+    half, full = torch.empty(2, dtype=torch.bfloat16), torch.empty(2)
+    assert not backend_module.without_bfloat16([half, full.to("meta"), 3, None])
+    assert backend_module.without_bfloat16([3, full, half, half.to("meta")])

@@ -176,3 +176,26 @@ def test_the_structured_trace_has_the_same(tmp_path):
         == STEPS
     )
     assert "# after pass rms_norm: +1 tunecompile.rms_norm" in text
+
+
+@pytest.mark.parametrize(
+    "folder, traces, asked", [("a", False, True), ("", True, True), ("", False, False), ("a", True, True)]
+)
+def test_a_dump_as_the_environment_requests_it(monkeypatch, folder, traces, asked):
+    monkeypatch.setenv("TUNECOMPILE_DUMP", folder)
+    monkeypatch.setattr(graph_dump, "is_tracing", lambda: traces)
+    made = graph_dump.GraphDump.begin("layer")
+    assert (made is not None) == asked
+    if made is not None:
+        assert (made.region, made.folder, made.traces) == ("layer", Path(folder) if folder else None, traces)
+
+
+def test_a_folder_that_cannot_be_written_is_named_once(tmp_path, caplog):
+    (file := tmp_path / "file").write_text("")
+    graph_dump._warn.cache_clear()
+    graph = Graph()
+    graph.output(graph.call_function(torch.sin, (graph.placeholder("x"),)))
+    for region in ("first", "second"):
+        graph_dump.GraphDump(region, file, False).show("plan", "joint", None, graph, {})
+    (said,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert f"written to {file}: FileExistsError" in said

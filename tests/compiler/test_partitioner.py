@@ -217,3 +217,15 @@ def test_the_key_differs_for_other_source_and_other_passes(hook, monkeypatch):
     assert hook(PIPELINE[1:], Context("r")).uuid() != key
     monkeypatch.setattr(partitioner, "source_hash", lambda: "other")
     assert hook(PIPELINE, Context("r")).uuid() != key
+
+
+@pytest.mark.parametrize("hook", [Partitioner, Lowering])
+def test_the_key_differs_for_all_else_that_code_depends_on(hook, monkeypatch):
+    """A lower precision, the order of attention's kernels, and the card that is asked for in place of the real one."""
+    contexts = [Context("r"), Context("r", precision="fp8"), Context("r", attention=("flash", "cudnn"))]
+    contexts.append(Context("r", attention=("cudnn", "flash")))
+    keys = [hook(PIPELINE, context).uuid() for context in contexts]
+    for card in ("gfx1100", "sm_120"):
+        monkeypatch.setattr(partitioner, "emulated", lambda: card)
+        keys.append(hook(PIPELINE, contexts[0]).uuid())
+    assert len(set(keys)) == 6 and None not in keys

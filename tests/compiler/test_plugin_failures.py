@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from tests.support.notes import find, has, logged
 from tests.support.plugins import TwoLinears, trained_as_before
 from tunecompile import passes
 from tunecompile.compiler.pass_manager import Pass
-from tunecompile.compiler.plugin_sandbox import GraphBackup
+from tunecompile.compiler.plugin_sandbox import GraphBackup, InvalidGraph
 
 FAILURES = {  # what a pass does to a graph, and what is said of it
     "raises": (
@@ -105,6 +106,36 @@ def test_a_graph_is_restored_to_the_letter():
     assert state() == before
     graph.lint()
     assert graph.call_function(torch.neg, (next(iter(graph.nodes)),)) is list(graph.nodes)[-1]
+
+
+@pytest.mark.parametrize("key", ["example_value", "val"])
+def test_a_graph_is_compared_with_what_it_was(key):
+    """New nodes need a value if anything reads them, and the graph takes and returns the same."""
+    graph = torch.fx.symbolic_trace(lambda x, y: torch.neg(x + y)).graph
+    for node in graph.nodes:
+        node.meta[key] = torch.empty(3)
+    backup, (_, _, added, negated, end) = GraphBackup(graph), graph.nodes
+    with graph.inserting_before(negated):
+        made = graph.call_function(torch.abs, (added,))
+    backup.compare(key)
+    negated.replace_input_with(added, made)
+    with pytest.raises(InvalidGraph, match=f"abs.*has no fake value.*{key}"):
+        backup.compare(key)
+    made.meta[key] = torch.empty(3)
+    backup.compare(key)
+    for other, wrong in (
+        (torch.empty(4), "(4,)"),
+        (torch.empty(3).double(), "float64"),
+        (torch.empty(3, device="meta"), "meta"),
+    ):
+        negated.meta[key] = other
+        with pytest.raises(InvalidGraph, match=re.escape(wrong)):
+            backup.compare(key)
+    negated.meta[key] = torch.empty(3)
+    backup.compare(key)
+    end.args = ((negated, negated),)
+    with pytest.raises(InvalidGraph, match="2 outputs instead of 1"):
+        backup.compare(key)
 
 
 @pytest.mark.slow

@@ -3,10 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from tunecompile._torch.dynamo import mark_dynamic
 from tunecompile.compiler.partitioner import copied
-from tunecompile.compiler.token_wise.graph import hands_on, is_told_of_images, why_not_token_wise
+from tunecompile.compiler.token_wise.graph import (
+    _inputs,
+    _number_of_tokens,
+    hands_on,
+    is_told_of_images,
+    why_not_token_wise,
+)
+from tunecompile.compiler.token_wise.operations import TOKENS
 from tunecompile.ops import document_mask, short_convolution
 
 WIDTH, HEADS = 12, 3
@@ -69,6 +79,13 @@ def attention_of_torchs_modules(x, mask):
     return F.linear(out.view(length * rows, -1), LINEAR).view(length, rows, -1)
 
 
+def attention_written_out(x, mask):
+    """What its scores read is read by nothing else, so that it would be gone where the result stands."""
+    q, k, v = (split(F.linear(x, LINEAR * n)) for n in (1, 2, 3))
+    scores = q @ k.transpose(2, 3) * 0.3 + torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    return joined(scores.softmax(-1) @ v)
+
+
 class Frozen(torch.autograd.Function):
     """As bitsandbytes multiplies by weights in 4 bits."""
 
@@ -104,6 +121,7 @@ APART = {
     "norm": lambda x: F.rms_norm(x, (WIDTH,)) + F.layer_norm(x, (WIDTH,)),
     "softmax over the width": lambda x: x.softmax(-1) * x.mean(-1, keepdim=True),
     "attention": lambda x, m: joined(attention(x, m)),
+    "attention that is written out": attention_written_out,
     "attention of narrow values": lambda x, m: joined(
         F.scaled_dot_product_attention(split(x), split(x), split(x)[..., :2], m)
     ),
@@ -220,7 +238,17 @@ def told_otherwise(x, boundaries):
     return short_convolution(x, torch.ones(WIDTH, 3), None, boundaries, False)
 
 
-@pytest.mark.parametrize("layer, apart", [(convolved, True), (told_otherwise, False)])
+def told_by_name(x, document_offsets):
+    return short_convolution(x, torch.ones(WIDTH, 3), bias=None, offsets=document_offsets, silu=False)
+
+
+def told_of_none(x, document_offsets):
+    return short_convolution(x, torch.ones(WIDTH, 3), None, None, False)
+
+
+@pytest.mark.parametrize(
+    "layer, apart", [(convolved, True), (told_by_name, True), (told_otherwise, False), (told_of_none, False)]
+)
 def test_ops_that_are_told_of_documents(layer, apart):
     """They keep tokens apart where their documents are those of the row: a collator's count padding."""
     found = []
@@ -235,6 +263,7 @@ def test_ops_that_are_told_of_documents(layer, apart):
     torch._dynamo.reset()
     torch.compile(layer, backend=backend, fullgraph=True)(row, offsets)
     assert (found[0] is None) is apart, found
+    assert apart or found[0].code == "mixes-tokens"
 
 
 def graph_of(layer, change):
@@ -347,3 +376,42 @@ def test_patches_that_may_not_be(layer, code):
     """The last one joins patches by four, which no prime number of them can be."""
     reason = of_patches(layer)
     assert reason is not None and code in (None, reason.code)
+
+
+def given(*inputs):
+    """(A graph with these inputs, all of whose sizes above 4 are symbols, equal ones the same; their symbols.)"""
+    mode, graph, symbols = FakeTensorMode(shape_env=ShapeEnv()), Graph(), {}
+    for at, made in enumerate(inputs):
+        node = graph.placeholder(f"image_offsets_{at}" if made.dtype == torch.int32 else f"x{at}")
+        kinds = [DimDynamic.DYNAMIC if size > 4 else DimDynamic.STATIC for size in made.shape]
+        context = StatelessSymbolicContext(dynamic_sizes=kinds)
+        node.meta["example_value"] = fake = mode.from_tensor(made, symbolic_context=context)
+        symbols |= dict(zip(made.shape, fake.shape))
+    graph.output(())
+    return GraphModule({}, graph), symbols
+
+
+@pytest.mark.parametrize(
+    "inputs, tokens",
+    [
+        ([torch.empty(1, 9, 3)], 9),
+        ([torch.empty(1, 7), torch.empty(2, 8, 3), torch.empty(1, 9, 3)], 9),
+        ([torch.empty(1, 9, 3), torch.empty(1, 8, 3)], 9),
+        ([torch.zeros(6).int(), torch.empty(7, 0), torch.empty(5, 2).long(), torch.empty(4, 3), torch.empty(9, 3)], 9),
+        ([torch.zeros(6).int(), torch.empty(9, 3), torch.empty(8, 3)], 9),
+    ],
+)
+def test_whose_rows_are_tokens(inputs, tokens):
+    """A row [1, N, ...]; of a tower numbers [N, H], and neither ids nor an empty tensor that tells a length."""
+    gm, symbols = given(*inputs)
+    assert str(_number_of_tokens(gm)) == str(symbols[tokens])
+
+
+def test_sizes_that_are_no_tokens_stay():
+    """What depends on tokens has as many more of them; another size is the one that it was."""
+    gm, symbols = given(torch.empty(1, 9, 3), torch.empty(7), torch.empty(2, 9))
+    with gm.graph.inserting_after(list(gm.graph.nodes)[2]):
+        twice = gm.graph.placeholder("twice")
+    twice.meta["example_value"] = next(iter(gm.graph.nodes)).meta["example_value"].new_empty(2 * symbols[9], 3)
+    shapes = [tuple(made.shape) for made in _inputs(gm, symbols[9])]
+    assert shapes == [(1, TOKENS, 3), (7,), (2, TOKENS), (2 * TOKENS, 3)]

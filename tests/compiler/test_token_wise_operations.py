@@ -165,6 +165,7 @@ def behind(x):
         (aten.native_layer_norm, lambda x: (x, [W], None, None, 1e-5), True),
         (aten.native_layer_norm, lambda x: (x, [1, W], None, None, 1e-5), False),
         (aten.transpose.int, lambda x: (x, 0, 1), True),
+        (aten.transpose.int, lambda x: (x.transpose(1, 2), 0, 2), True),
         (aten.permute, lambda x: (x, [2, 0, 1]), False),
         (aten.bmm, lambda x: (x.sum(-1, keepdim=True), x), False),
         (aten._softmax, lambda x: (x, 1, False), False),

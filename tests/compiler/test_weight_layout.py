@@ -107,12 +107,12 @@ def test_calls_on_matrices():
 PACKED = ROWS * WIDTH // 2
 
 
-def quantized(view=lambda packed: packed, more=lambda packed, dense: packed):
+def quantized(view=lambda packed: packed, more=lambda packed, dense, absmax: packed):
     """An adapted linear of a 4-bit weight; `more` reads it, too."""
 
     def fn(x, packed, a, b, absmax):
         dense = dequantize_4bit(view(packed), absmax, None, None, None, ROWS, WIDTH, 64, "nf4", torch.float32)
-        return linear(x, [dense], [a], [b]), more(packed, dense)
+        return linear(x, [dense], [a], [b]), more(packed, dense, absmax)
 
     return fn
 
@@ -157,10 +157,11 @@ def test_packed_weights_are_read_directly(view, direct):
 @pytest.mark.parametrize(
     "more, may",
     [
-        (lambda packed, dense: packed, True),
-        (lambda packed, dense: dense, True),
-        (lambda packed, dense: packed.sum(), False),
-        (lambda packed, dense: dense.sin(), False),
+        (lambda packed, dense, absmax: packed, True),
+        (lambda packed, dense, absmax: dense, True),
+        (lambda packed, dense, absmax: absmax.sum(), True),
+        (lambda packed, dense, absmax: packed.sum(), False),
+        (lambda packed, dense, absmax: dense.sin(), False),
     ],
 )
 def test_packed_weights_with_other_readers(more, may):

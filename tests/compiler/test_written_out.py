@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from tests.support.passes.run import family
 from tests.support.passes.traced import recognized, traced
 from tunecompile.compiler.attention_calls import attention_calls
-from tunecompile.compiler.attention_calls.written_out import read_written_out
+from tunecompile.compiler.attention_calls.reading import Reading
+from tunecompile.compiler.attention_calls.written_out import _without_cap, read_written_out
 
 PASSES = family("document_attention", "attention")
 N, LEAST = 4, torch.finfo(torch.float32).min
@@ -59,6 +60,8 @@ FOUND = {
     "kept of a sum": lambda s, bias, places: torch.where(~places, s * 0.3 + bias, float("-inf")),
     "less the maximum": lambda s, bias, places: s - s.max(-1, keepdim=True)[0],
     "less the maximum, by place": lambda s, bias, places: s - s.max(dim=3, keepdim=True)[0],
+    "less the maximum, all by place": lambda s, bias, places: s - s.max(-1, True)[0],
+    "less the extreme, all by place": lambda s, bias, places: s - s.amax(-1, True),
     "less the extreme": lambda s, bias, places: s - s.amax(dim=-1, keepdim=True),
     "cast": lambda s, bias, places: (s + bias).float().double(),
 }
@@ -182,6 +185,7 @@ PRODUCTS = {
     "a letter twice": lambda q, k, v: torch.einsum("bhqd,bhdd->bhq", q, k)[..., None].softmax(-1) @ v[:, :, :1],
     "of three": lambda q, k, v: torch.einsum("bhqd,bhkd,bhkd->bhqk", q, k, k).softmax(-1) @ v,
     "width stays": lambda q, k, v: torch.einsum("bhqd,bhkd->bhqd", q, k).softmax(-1) @ v,
+    "scores are read elsewhere": lambda q, k, v: (lambda s: s.softmax(-1) @ v + s.sum())(torch.einsum("bhqd,bhkd->bhqk", q, k)),
     "values of other heads": lambda q, k, v: torch.einsum("bhqk,gbkd->bhqd", (q @ k.mT).softmax(-1), v),
     "no result is named": lambda q, k, v: torch.einsum("abcd,abed", q, k).softmax(-1) @ v,
 }  # fmt: skip
@@ -249,6 +253,7 @@ SINKS = {
     "two columns": (beside(column=lambda each: each.reshape(1, -1, 1, 1).expand(2, -1, N, 2), kept=lambda w: w[..., :-2]), False),
     "and one more": (beside(join=lambda s, column: torch.cat([s, s[..., :1], column], -1), kept=lambda w: w[..., :-1][..., :N]), False),
     "more rows": (beside(join=lambda s, column: torch.cat([s, s], 2), kept=lambda w: w[:, :, :N]), False),
+    "of another row": (lambda q, k, v, sinks: torch.cat([q @ k.mT * 0.5, sinks.view(1, 3, 1, 1).expand(2, 3, 1, N)], -2).softmax(-1)[..., :-1] @ v[:, :, 1:], False),
     "by token": (beside(column=lambda each: each[:1].reshape(1, 1, 1, 1).expand(2, 3, N, 1)), False),
     "turned": (beside(column=lambda each: each.reshape(1, 1, 3, 1).expand(2, 3, 3, 1)[:, :, :1].expand(2, 3, N, 1)), False),
     "a column of two numbers": (beside(column=lambda each: (each * each).reshape(1, -1, 1, 1).expand(2, -1, N, -1)), "mul"),
@@ -264,6 +269,17 @@ def test_sinks(name):
     if found is not None:
         assert found.arguments.sinks is inputs[3] or found.arguments.sinks.name == expected
         assert found.arguments.scale == 0.5 and not found.returned
+
+
+def test_sinks_of_operands_in_another_order():
+    """Whose heads stand where queries are as many: whoever reads sinks takes the second dimension for heads."""
+
+    def fn(q, k, v, sinks):
+        column = sinks.view(1, 3, 1, 1).expand(2, 3, 3, 1)
+        scores = torch.cat([torch.einsum("bqhd,bkhd->bhqk", q, k), column], -1)
+        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], v)
+
+    assert read(fn, *torch.randn(3, 2, 3, 3, 5), torch.randn(3))[0] is None
 
 
 def test_how_operands_stand():
@@ -339,3 +355,24 @@ def test_what_is_read_of_it():
     assert (third.fill, third.factor, third.keeps) == (LEAST, 1.0, True) and found.heads == 0
     assert len(found.inside) == 8 and node not in found.inside and not found.returned
     assert not attention_calls(graph)
+
+
+CAPS = {
+    "a soft-cap": (lambda s: torch.tanh(s / 5.0) * 5.0, 5.0),
+    "by methods": (lambda s: s.div(5.0).tanh().mul(5.0), 5.0),
+    "another function": (lambda s: torch.sigmoid(s / 5.0) * 5.0, 0.0),
+    "two numbers": (lambda s: torch.tanh(s / 5.0) * 4.0, 0.0),
+    "multiplied": (lambda s: torch.tanh(s * 5.0) * 5.0, 0.0),
+    "rounded down": (lambda s: torch.tanh(torch.div(s, 5.0, rounding_mode="floor")) * 5.0, 0.0),
+    "turned": (lambda s: torch.tanh(s / -5.0) * -5.0, 0.0),
+    "by scores": (lambda s: torch.tanh(s / 5.0) * s, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", CAPS)
+def test_soft_caps(name):
+    """What only looks like one has no scores before it, and nothing of it is read."""
+    fn, cap = CAPS[name]
+    graph, read = traced(fn, torch.randn(N, N)).graph, Reading()
+    (made,), (given,) = graph.output_node().all_input_nodes, graph.find_nodes(op="placeholder")
+    assert _without_cap(made, read) == ((given, cap) if cap else (made, 0.0)) and len(read.inside) == (3 if cap else 0)

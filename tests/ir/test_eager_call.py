@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
+from tunecompile.errors import NoSecondDerivative
 from tunecompile.ir.eager_call import by_provider
 from tunecompile.ir.op import Cost, op
 
@@ -62,3 +64,28 @@ def test_where_no_provider_supports_it_or_a_graph_is_traced():
     compiled = torch.compile(lambda x, y: by_provider(eager_call_test_sum, x, [y], [1.0], y)[0], backend="eager")
     x = torch.ones(2, dtype=torch.float64)
     assert compiled(x, x).tolist() == [2.0, 2.0] and not seen
+
+
+def test_a_second_derivative_is_refused():
+    """torch would take the gradient for a constant."""
+    x, by = (torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    (first,) = torch.autograd.grad(eager_call_test_sum(x, [], [], by)[0].sum(), [x], create_graph=True)
+    with pytest.raises(NoSecondDerivative, match="eager_call_test_sum_backward"):
+        first.sum().backward()
+
+
+@op(cost=Cost.POINTWISE)
+def eager_call_test_plain(x: Tensor) -> Tensor:
+    """No gradient is known of it."""
+    return x * 2
+
+
+@eager_call_test_plain.provider("twin", supports=lambda x: True)
+def _(x):
+    seen.append("plain")
+    return x * 2
+
+
+def test_an_op_without_a_backward_is_called_itself():
+    seen.clear()
+    assert by_provider(eager_call_test_plain, torch.ones(2)).tolist() == [2.0, 2.0] and not seen

@@ -113,6 +113,21 @@ def test_several_outputs():
     assert pattern
 
 
+def test_lists_of_another_length_are_others():
+    """A pattern that joins two has no place for a third, which its op would leave out."""
+    two = lambda x, y: torch.cat([x, y], -1)  # noqa: E731
+    assert len(find(two, lambda a, b: torch.cat([a, b], -1))) == 1
+    assert not find(two, lambda a, b: torch.cat([a, b, a], -1)) and not find(two, lambda a, b: torch.cat([a], -1))
+    assert not find(lambda x: x.permute(0, 1), lambda a: a.permute(0, 1, 2))
+
+
+def test_a_match_has_all_that_its_pattern_has():
+    """An output, or a parameter of one, that the first output does not lead to is found in no graph."""
+    fn = lambda a, b: torch.sin(a + b) * torch.cos(a + b)  # noqa: E731
+    assert not find(lambda x, y: (torch.sin(x + y), torch.cos(x + y)), fn)
+    assert not find(lambda x, y, z: torch.sin(x + y), fn) and len(find(lambda x, y: torch.sin(x + y), fn)) == 1
+
+
 def test_a_rewrite_takes_what_its_pattern_binds():
     with pytest.raises(InvalidRewrite):
         rewrite("bad", to=lambda z: z)(lambda x: torch.sin(x))
@@ -205,8 +220,10 @@ def test_a_guard_that_raises():
 def test_a_replacement_of_another_dtype_or_shape(to):
     rule = rewrite("changes", to=to)(lambda x: torch.sin(torch.abs(x)))
     x = torch.rand(3)
-    got, _ = run(rule, lambda x: torch.sin(torch.abs(x)), x)
+    got, outcome = run(rule, lambda x: torch.sin(torch.abs(x)), x)
     assert got.dtype == x.dtype and got.shape == x.shape
+    made = to(x)
+    assert f"the replacement is {made.dtype} {tuple(made.shape)}, the original {x.dtype} (3,)" in outcome["refused"][0]
 
 
 def test_outputs_used_before_all_are_there():
@@ -217,6 +234,28 @@ def test_outputs_used_before_all_are_there():
     got, outcome = run(rule, lambda a, b: (lambda s: torch.cos(s) * torch.tanh(s))(a + b), a, b)
     torch.testing.assert_close(got, torch.cos(a + b) * torch.tanh(a + b))
     assert outcome["done"] + len(outcome["refused"]) == 1
+
+
+def changed(x, y, of, place):
+    """Two inputs, of which one is changed in place, before the match or behind it."""
+    given = {"x": x * 1.0, "y": y * 1.0}
+    if place == "before":
+        given[of].add_(1.0)
+    made = torch.sin(torch.abs(given["x"]))
+    if place == "behind":
+        given[of].add_(1.0)
+    return made + given["y"], given["x"]
+
+
+@pytest.mark.parametrize(
+    "of, place, refused", [("x", "behind", True), ("x", "before", False), ("y", "behind", False), ("y", None, False)]
+)
+def test_an_input_that_is_changed_afterwards(of, place, refused):
+    """What an op saves of it would be another value in the backward."""
+    x, y = torch.rand(3), torch.rand(3)
+    got, outcome = run(same_sine, lambda x, y: changed(x, y, of, place), x, y)
+    torch.testing.assert_close(got, changed(x, y, of, place))
+    assert outcome["done"] == (not refused) and ("afterwards" in str(outcome["refused"])) is refused
 
 
 def test_recognise_counts_anchors_and_names_what_is_left():

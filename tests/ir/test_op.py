@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from tunecompile.errors import InvalidOp
 from tunecompile.ir.op import OPS, Cost, op
@@ -18,3 +19,84 @@ def test_a_name_that_is_taken_is_refused():
 
     with pytest.raises(InvalidOp, match=r"rms_norm.*taken.*tunecompile\.ops"):
         op(cost=Cost.POINTWISE)(rms_norm)
+
+
+@op(cost=Cost.MATMUL)
+def op_test_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    return x * y * scale
+
+
+@pytest.fixture
+def providers():
+    """Those that a test registers, by name."""
+    yield op_test_scaled.providers
+    op_test_scaled.providers.clear()
+
+
+def register(name, run, **options):
+    assert op_test_scaled.provider(name, **{"supports": lambda scale: scale > 0, **options})(run) is run
+
+
+def test_a_provider_is_registered_as_it_says(providers):
+    register("first", lambda x, y, scale: ("first", x, y, scale), because="it is faster")
+    register(
+        "exact", lambda x, y, scale: None, refuses=lambda scale: "too large" if scale > 2 else None, precision="fp8"
+    )
+    first, second = providers
+    assert (first.name, first.precision, first.because) == ("first", None, "it is faster")
+    assert (second.name, second.precision, second.because) == ("exact", "fp8", "")
+    assert first.run(1, 2, 3) == ("first", 1, 2, 3)
+    assert first.supports(1, 2, 3) and not first.supports(1, 2, -3) and first.refuses(1, 2, -3)
+    assert second.refuses(1, 2, 3) == "too large" and second.refuses(1, 2, 1) is None
+
+
+def test_which_provider_runs(providers):
+    """The first that supports a call; those of a lower precision where it is allowed, and the others behind them."""
+    register("small", lambda x, y, scale: None, supports=lambda scale: scale < 3)
+    register("any", lambda x, y, scale: None)
+    register("narrow", lambda x, y, scale: None, supports=lambda scale: scale < 2, precision="fp8")
+    asked = [(-1, None), (1, None), (2, None), (5, None), (1, "fp8"), (2, "fp8"), (5, "fp8"), (1, "fp4")]
+    chosen = [op_test_scaled.choose((0, 0, scale), precision).name for scale, precision in asked]
+    assert chosen == ["small", "small", "small", "any", "narrow", "small", "any", "small"]
+    providers.pop(0)
+    assert op_test_scaled.choose((0, 0, -1)).run is op_test_scaled.reference
+    assert list(op_test_scaled.refusals((0, 0, -1), None)) == ["any"]
+    assert list(op_test_scaled.refusals((0, 0, 2), "fp8")) == ["narrow"] and not op_test_scaled.refusals(
+        (0, 0, 2), None
+    )
+
+
+def test_arguments_by_name(providers):
+    """A provider may name a few; what lowering fills in goes to it as well."""
+    register("named", lambda *, scale, used=None, **more: (scale, used, more))
+    assert providers[0].run(1, 2, 3) == (3, None, {"x": 1, "y": 2})
+    assert providers[0].run(1, 2, 3, used=(True,)) == (3, (True,), {"x": 1, "y": 2})
+
+
+@pytest.mark.parametrize(
+    "run, options, reason",
+    [
+        (lambda x, y: None, {}, r"'other' takes \('x', 'y'\), the reference takes \('x', 'y', 'scale'\)"),
+        (lambda y, x, scale: None, {}, "the reference takes"),
+        (lambda *, factor, **more: None, {}, r"'other' takes \('factor',\)"),
+        (lambda x, y, scale: None, {"supports": None}, "'other' has neither"),
+    ],
+)
+def test_providers_that_are_refused(providers, run, options, reason):
+    with pytest.raises(InvalidOp, match=f"op_test_scaled.*{reason}"):
+        register("other", run, **options)
+    assert not providers
+
+
+def test_what_is_filled_in_is_no_parameter_of_the_reference(providers):
+    register("filled", lambda x, y, scale, *, used, dying: (used, dying))
+    assert providers[0].run(1, 2, 3, used=(), dying=("x",)) == ((), ("x",))
+
+
+def test_a_backward_takes_the_gradients_and_what_is_saved():
+    def op_test_wrong_backward(grad: Tensor, y: Tensor) -> list[Tensor]:
+        return [grad * y]
+
+    with pytest.raises(InvalidOp, match=r"takes \('y',\) behind 1 incoming gradients, but saves=\('x',\)"):
+        op_test_scaled.backward(saves=("x",), gives=("x",))(op_test_wrong_backward)
+    assert op_test_scaled.backward_op is None

@@ -29,3 +29,16 @@ def test_a_new_node_has_the_value_of_its_operation(fake):
     value = new.meta["example_value"]
     assert value.shape == (2,) and type(value) is type(x.meta["example_value"])
     assert fake or value.tolist() == [3.0, 3.0]
+
+
+def test_a_new_node_has_the_line_of_what_it_replaces():
+    """Where it has none of its own, for reports and for whoever reads generated code."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta.update(example_value=torch.ones(2), stack_trace="a line", nn_module_stack={"layer": 1}, other=3)
+    first, second = graph.call_function(torch.sin, (x,)), graph.call_function(torch.cos, (x,))
+    second.meta["stack_trace"] = "its own"
+    for node in (first, second):
+        annotate(node, x)
+    assert (first.meta["stack_trace"], second.meta["stack_trace"]) == ("a line", "its own")
+    assert first.meta["nn_module_stack"] == {"layer": 1} and "other" not in first.meta

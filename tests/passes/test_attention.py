@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.passes.run import check, family, random
+from tests.support.passes.run import check, family, random, recognize
+from tests.support.passes.traced import traced
 from tunecompile.compiler.attention_calls.found import Term
+from tunecompile.compiler.pass_manager import Context
 from tunecompile.passes.recognize.attention import _joined
 
 PASSES = family("document_attention", "attention")
@@ -52,6 +54,10 @@ def learned_bias(q, k, v, mask, bias):
 
 def two_terms(q, k, v, mask, bias):
     return (q @ k.mT * 0.3 + bias + mask).softmax(-1) @ v
+
+
+def of_two_dimensions(q, k, v, mask, bias):
+    return (q @ k.mT * 0.3 + mask[0, 0]).softmax(-1) @ v
 
 
 def alibi_and_fill(q, k, v, mask, bias):
@@ -111,7 +117,7 @@ def permuted_keys(q, k, v, mask, bias):
 
 
 SPELLINGS = [bert, without_a_mask, in_fp32, learned_bias, two_terms, alibi_and_fill]
-OTHERS = [bloom, xglm, without_heads, gpt_neo, codegen, einsum, einsum_tokens_first, permuted_keys]
+OTHERS = [of_two_dimensions, bloom, xglm, without_heads, gpt_neo, codegen, einsum, einsum_tokens_first, permuted_keys]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS + OTHERS)
@@ -232,3 +238,20 @@ def test_a_factor_of_one_mask_alone(factor):
     assert torch.equal(alone, added * factor)
     assert torch.equal(both, torch.where(where, -3.0 * factor, added * factor))
     assert torch.equal(_joined([added], [added], terms[:1], torch.float32), added)
+
+
+@pytest.mark.parametrize("unread", [True, False])
+def test_weights_that_nobody_reads(unread):
+    """They keep their place among the results, without rows, and no scores are computed for them."""
+    rows = inputs()
+    gm, context = traced(lambda q, k, v, mask: weights_returned(q, k, v, mask, None), *rows), Context("test")
+    context.weights_unread = unread
+    recognize(PASSES, gm, context, tidy=True)
+    gm.recompile()
+    expected, (made, weights) = weights_returned(*rows, None), gm(*rows)
+    torch.testing.assert_close(made, expected[0])
+    assert ("softmax" in gm.code) is not unread
+    if unread:
+        assert weights.shape == (0, HEADS, TOKENS, KEYS) and weights.dtype == expected[1].dtype
+    else:
+        torch.testing.assert_close(weights, expected[1])

@@ -197,3 +197,12 @@ def test_a_copy_by_a_kernel_of_its_own_has_the_same_heads(monkeypatch):
     made = by_heads._copy(heads)
     assert torch.equal(made, heads) and made.transpose(1, 2).is_contiguous()
     assert made.untyped_storage().data_ptr() != heads.untyped_storage().data_ptr()
+
+
+def test_what_a_call_reads_of_its_heads():
+    """Sums of the softmax have to be dense, and all else is read where it lies."""
+    sums, rows = torch.randn(2, 4, 5), torch.randn(2, 4, 5, 3)
+    third, fourth = (by_heads._share(rows, i, 4, "query") for i in (2, 3))
+    assert third.data_ptr() == rows[:, 2].data_ptr() and torch.equal(fourth, rows[:, 3:])
+    dense = by_heads._share(sums, 1, 2, "logsumexp")
+    assert dense.is_contiguous() and torch.equal(dense, sums[:, 2:])

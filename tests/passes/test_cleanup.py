@@ -63,3 +63,34 @@ def test_a_concatenation_of_own_pieces(run, x, left):
     gm.recompile()
     assert torch.equal(gm(x), run(x))
     assert sum(node.target is aten.cat.default for node in gm.graph.nodes) == left
+
+
+def turned_and_back(x):
+    return x.reshape(-1, 8).reshape(-1, 4).reshape(2, 5, 8) * 2
+
+
+def turned_on(x):
+    return x.reshape(-1, 8).reshape(-1, 4) * 2
+
+
+def returned(x):
+    """A caller that changes one result must not change two."""
+    x = x * 2
+    return x, x.reshape(-1).reshape(2, 5, 8)
+
+
+@pytest.mark.parametrize(
+    "run, x, left",
+    [
+        (turned_and_back, DENSE, 0),
+        (turned_and_back, TURNED.contiguous(), 0),
+        (turned_on, DENSE, 2),
+        (returned, DENSE, 2),
+    ],
+)
+def test_reshapes_that_cancel_out(run, x, left):
+    gm = make_fx(run, tracing_mode="fake")(x)
+    lower.cleanup.run(gm.graph, Context("layer"))
+    gm.recompile()
+    torch.testing.assert_close(gm(x), run(x), rtol=0, atol=0)
+    assert sum(node.target in (aten.view.default, aten._unsafe_view.default) for node in gm.graph.nodes) == left

@@ -54,6 +54,7 @@ MUST_NOT = {
     ),
     "activation changed": lambda x, *o: lora((F.silu(lora(x, *o[:3])) * lora(x, *o[3:6])) * 2, *o[6:]),
     "another input": lambda x, *o: lora(F.silu(lora(x, *o[:3])) * lora(torch.sin(x), *o[3:6]), *o[6:]),
+    "gate rounded": lambda x, *o: lora(F.silu(lora(x, *o[:3]).bfloat16().float()) * lora(x, *o[3:6]), *o[6:]),
     "gate shifted": lambda x, *o: lora(F.silu(lora(x, *o[:3]) + 1) * lora(x, *o[3:6]), *o[6:]),
 }
 

@@ -114,6 +114,24 @@ def test_what_extends_a_value_that_is_made_again():
     assert not remat._extends_recomputed(valued(graph, aten.sin.default, made, shape=(0,)))
 
 
+def test_views_of_inputs_are_made_again():
+    """So that the input is saved; not views of what is computed, nor of inputs that are written to."""
+    graph = Graph()
+    weight, changed = (graph.placeholder(name) for name in ("weight", "changed"))
+    for node in (weight, changed):
+        node.meta["val"] = torch.empty(8, 8, device="meta")
+    views = [valued(graph, aten.t.default, weight)]
+    views.append(valued(graph, aten.view.default, views[0], [64], shape=(64,)))
+    sine = valued(graph, aten.sin.default, weight)
+    others = [valued(graph, aten.t.default, of) for of in (sine, changed)]
+    back = valued(graph, aten.t.default, weight)
+    graph.output((sine,))
+    assert remat._views_of_inputs(graph, {changed}, {back}) == views
+    remat.run(graph, Context("layer", KEEP))
+    assert all(node.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE for node in views)
+    assert "recompute" not in others[0].meta
+
+
 def test_a_mask_that_is_written_out_is_made_again():
     """From the bools that all layers share; not what is computed of bools of the layer's own, or written to."""
     graph, bools = Graph(), dict(dtype=torch.bool)

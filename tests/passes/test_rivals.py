@@ -20,6 +20,13 @@ def test_a_pair_of_times():
     assert rivals._sound([1.0, 2.0])
 
 
+def test_what_a_kernel_is_timed_on():
+    """Tensors like those of the call, where they lie: on another device another kernel would be timed."""
+    made = rivals._real(torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
+    assert (made.device.type, made.dtype, made.shape) == ("meta", torch.bfloat16, (2, 3))
+    assert rivals._real("silu") == "silu"
+
+
 @pytest.fixture
 def bench(monkeypatch):
     """An op of ours and of another package, and a clock that notes whom it timed."""

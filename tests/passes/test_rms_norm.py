@@ -7,6 +7,8 @@ from torch import nn
 
 from tests.support.passes.norms import EPS, llama_norm, stat
 from tests.support.passes.run import check, family, random
+from tests.support.passes.traced import recognized
+from tunecompile.ops import rms_norm
 
 PASSES = family("rms_norm")
 
@@ -231,3 +233,15 @@ def test_spellings_not_known_yet_are_right(fn):
 @pytest.mark.parametrize("spelling", [divided, read_twice, in_fp64])
 def test_a_norm_without_a_weight_ends_where_its_result_is_read(spelling):
     check(spelling, random(2, 3, 8), random(8), passes=PASSES, expect={"rms_norm": 1}, tol=1e-5)
+
+
+TOLD = [(gemma, 1.0, False), (gemma_backwards, 1.0, False), (olmo, 0.0, False), (t5, 0.0, True), (swapped, 0.0, True)]
+
+
+@pytest.mark.parametrize("spelling, offset, rounded", TOLD)
+def test_what_the_op_is_told(spelling, offset, rounded):
+    """The weight as the model holds it, and what is added to it: 1 + w computed before would be saved in its place."""
+    x, w = random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16)
+    graph, _ = recognized(spelling, x, w, passes=PASSES, expect={"rms_norm": 1}, tol=1.2e-2)
+    (call,) = graph.find_nodes(op="call_function", target=rms_norm.overload)
+    assert call.args == (*graph.find_nodes(op="placeholder"), EPS, offset, rounded)

@@ -27,7 +27,7 @@ def by_provider(op: Op, *args: Any) -> Any:
     While a graph is traced, and where no provider supports the arguments, the op itself is called.
 
     Args:
-        op: with a backward.
+        op: without a backward it is called itself, too.
         args: its arguments, by position.
 
     Returns:

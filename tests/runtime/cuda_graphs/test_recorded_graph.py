@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.support.memory.cpu_recorder import CpuRecorder
-from tunecompile.runtime.cuda_graphs import launch_bound, replay
+from tunecompile.runtime.cuda_graphs import launch_bound, recording, replay
 from tunecompile.runtime.cuda_graphs.allowance import Allowance
+from tunecompile.runtime.cuda_graphs.pool import MAX_TRIES
 
 
 def test_an_input_that_is_the_same_under_one_shape_alone_is_copied():
@@ -24,7 +25,7 @@ def test_whether_the_last_forwards_launches_are_waited_for_is_told_once():
     graph = replays.forward(lambda inputs: [inputs[0] * inputs[1]], handed=1, parameters=[0])
     assert replays.last_waits() is None
     for waiting in (None, True, False):
-        graph.clocks[4,] = clock = launch_bound.Clock(replays.recorder)
+        graph.clocks[4,] = clock = launch_bound.Clock(replays.recorder, True, 0, replays.copying)
         clock.waiting = waiting
         graph([torch.ones(3), torch.ones(4, 3), 4])
         assert replays.last_waits() is waiting and replays.last_waits() is None
@@ -44,7 +45,7 @@ def test_what_is_saved_is_summed_over_all_layers_of_a_further_shape():
     assert clock.waiting and clock.known and 0 < replays.saving(7) == pytest.approx(8 * clock.saving(7))
     replays.forget()
     assert replays.saving(8) > 0, "what is known of other batches"
-    graph.clocks[8,] = launch_bound.Clock(replays.recorder, tokens=8)
+    graph.clocks[8,] = launch_bound.Clock(replays.recorder, True, 8, replays.copying)
     graph.clocks[8,].waiting = False
     assert replays.saving(8) == 0 < replays.saving(7)
 
@@ -71,6 +72,43 @@ def test_a_plan_without_room_is_not_asked_again():
     assert not replays.room([torch.ones(1)]) and replays.recorder.taken == asked
     replays.allowance = Allowance(1000, 100, 4, True)
     assert replays.room([torch.ones(1)])
+    replays.allowance = Allowance(50, 100, 4, True)
+    assert not replays.room([torch.ones(1)]), "less than the step needs beside them"
+
+
+@pytest.mark.parametrize("taken, asked", [(99, 1), (100, 0), (101, 0)])
+def test_layers_are_counted_only_where_there_is_room(monkeypatch, taken, asked):
+    replays, counted = replay.GraphReplays(CpuRecorder()), []
+    monkeypatch.setattr(replays, "_layers", lambda: counted.append(1) or 4)
+    replays.allowance, replays.bytes = Allowance(100, 0, 4, True), taken
+    assert replays._admitted() is bool(asked) and len(counted) == asked
+
+
+def replayed(steps: int):
+    """(What they share, a forward, its backward, the inputs that their last calls were given) after some steps."""
+    replays = replay.GraphReplays(CpuRecorder())
+    forward = replays.forward(lambda inputs: [inputs[0] * 2, inputs[0] + 1], handed=1)
+    backward = replays.backward(lambda inputs: [inputs[0] * inputs[1]])
+    for _ in range(steps):
+        made, saved = forward(given := [torch.ones(3)])
+        (gradient,) = backward(grad := [saved, torch.ones(3)])
+        assert torch.equal(made, torch.full((3,), 2.0)) and torch.equal(gradient, torch.full((3,), 2.0))
+        del saved
+    return replays, forward, given, grad
+
+
+def test_what_a_replayed_call_was_given_is_let_go():
+    """As a compiled graph lets go of its inputs: whoever calls it holds the list until it returns."""
+    replays, _, given, grad = replayed(12)
+    assert replays.recorded == 2 and not given and not grad
+
+
+def test_layers_in_another_order_are_recorded_a_few_times(monkeypatch):
+    replays, forward, *_ = replayed(12)
+    monkeypatch.setattr(forward.pool, "in_order", lambda recording: False)
+    for _ in range(MAX_TRIES + 2):
+        forward([torch.ones(3)])
+    assert replays.recorded == 1 + MAX_TRIES, "the backward, and the forward again and again"
 
 
 def test_no_recording_is_replayed_while_a_later_one_is_needed():
@@ -88,3 +126,15 @@ def test_no_recording_is_replayed_while_a_later_one_is_needed():
     assert saved.isnan().all()
     del pending, saved
     assert graph.pool.in_order(first)
+
+
+def test_copies_of_all_sizes_and_dtypes():
+    """Small ones of a dtype are joined, a large one has a launch of its own."""
+    torch.manual_seed(0)
+    large = recording.LARGE // 4
+    sources = [
+        torch.randn(n, dtype=dtype) for n in (3, large - 1, large, 5) for dtype in (torch.float32, torch.bfloat16)
+    ]
+    targets = [torch.zeros_like(each) for each in sources]
+    recording.copy_all(targets, sources)
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources))
