@@ -49,7 +49,7 @@ def _rows(runs: list[dict[str, Any]]) -> list[list[str]]:
             [
                 f"{TITLES[run['trainer']]}, {_case(run)}",
                 shown(run["system"])
-                + ", checkpointing" * (run["checkpointing"] and run["system"] in ("hf", "tunecompile")),
+                + ", checkpointing" * (bool(run.get("checkpointing")) and run["system"] in ("hf", "tunecompile")),
                 f"{run['tokens_per_s']:,.0f}",
                 f"{run['step_ms']['median']:.0f}",
                 f"{run['peak_gib']:.1f}",
