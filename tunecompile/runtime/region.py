@@ -173,8 +173,13 @@ def contexts_of(region: Region) -> list[Context]:
 
 def pieces_of(region: Region) -> list[Context]:
     """Contexts of the layer compiled last, under one plan and for one kind of call: one for each piece."""
-    trains = sorted(region.variants.items(), key=lambda item: not isinstance(item[0][0], str))
-    made = [variant for _, variant in trains if variant.contexts]
+    order = {id(context): place for place, context in enumerate(contexts_of(region))}
+
+    def compiled(item: tuple[tuple[Plan | str, CallKind], Variant]) -> tuple[bool, int]:
+        (way, _), variant = item  # those that train are last
+        return not isinstance(way, str), max((order.get(id(c), -1) for c in variant.contexts), default=-1)
+
+    made = [variant for _, variant in sorted(region.variants.items(), key=compiled) if variant.contexts]
     last = next((each for each in reversed(made) if any(c.saved for c in each.contexts)), made[-1] if made else None)
     if last is None:
         return []
