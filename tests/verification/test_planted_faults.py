@@ -246,8 +246,8 @@ FAULTS = [
     Fault(
         "convolution of documents",
         "a leak in the gradient",
-        "torch.where(alike[:, None], moved, 0)\n\n\ndef _sum",
-        "moved\n\n\ndef _sum",
+        "torch.where(alike[:, None], moved, 0)\n\n\ndef _stored",
+        "moved\n\n\ndef _stored",
     ),
     Fault("attention", "dropped causal mask", "seen = self.distance >= 0", "seen = self.distance >= -99"),
     Fault(
