@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, Pass
-from tunecompile.ir.op import returns_view
+from tunecompile.ir.views import call_behind, is_view, with_strides
 
 __all__ = ["PASS"]
 
@@ -28,13 +28,13 @@ def run(graph: Graph, context: Context) -> None:
             while operand.target in _TURNS:
                 reader, operand = operand, operand.args[0]
             if _is_free(operand):
-                reader.replace_input_with(operand, _with_strides(graph, operand))
+                reader.replace_input_with(operand, _stored(graph, operand))
 
 
 def _is_free(rows: Node) -> bool:
     """Whether Inductor may store rows otherwise than the graph says: row by row, without gaps."""
     fake, root = rows.meta["val"], rows
-    while returns_view(root.target) or (root.target is getitem and returns_view(root.all_input_nodes[0].target)):
+    while is_view(root):
         if root.target is aten.as_strided.default:
             return False
         root = root.all_input_nodes[0]
@@ -43,24 +43,13 @@ def _is_free(rows: Node) -> bool:
     return fake.dim() == 2 and isinstance(fake.shape[1], int) and fake.stride() == (fake.shape[1], 1)
 
 
-def _with_strides(graph: Graph, rows: Node) -> Node:
+def _stored(graph: Graph, rows: Node) -> Node:
     """A view of the rows that has the strides of the rows."""
     fake = rows.meta["val"]
-
-    def call(source: Node, target, *args, value) -> Node:
-        with graph.inserting_after(source):
-            made = graph.call_function(target, args)
-        made.meta.update({key: rows.meta[key] for key in ("stack_trace", "nn_module_stack") if key in rows.meta})
-        made.meta["val"] = value
-        return made
-
     if fake.storage_offset() != 0:  # a piece of a tensor: Inductor would read that one's beginning
-        fake = fake.clone(memory_format=torch.contiguous_format)
-        rows = call(rows, aten.clone.default, rows, value=fake)
-    count, last = fake.shape[0], rows
-    if not isinstance(count, int):
-        count = last = call(rows, aten.sym_size.int, rows, 0, value=count)
-    return call(last, aten.as_strided.default, rows, [count, fake.shape[1]], list(fake.stride()), value=fake)
+        dense = fake.clone(memory_format=torch.contiguous_format)
+        rows = call_behind(graph, rows, aten.clone.default, rows, made=dense)
+    return with_strides(graph, rows)
 
 
 PASS = Pass("grouped_operands", "lower", run, requires=frozenset({"choose_provider"}))

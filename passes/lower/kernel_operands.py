@@ -6,14 +6,13 @@ time, and lie in memory where kernels that make them are joined. What `as_stride
 """
 
 from collections.abc import Iterator
-from operator import getitem
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, Pass
-from tunecompile.ir.op import returns_view
+from tunecompile.ir.views import base_of, is_view, with_strides
 from tunecompile.planner.liveness import is_fused
 
 __all__ = ["PASS"]
@@ -24,8 +23,8 @@ LAUNCH = "triton_kernel_wrapper_functional"  #: torch's operator
 
 def run(graph: Graph, context: Context) -> None:
     launches = [node for node in graph.nodes if getattr(node.target, "__name__", "") == LAUNCH]
-    written = {_root(value) for launch in launches for value in _operands(launch, written=True)}
-    found = {_root(value): None for launch in launches for value in _operands(launch, written=False)}
+    written = {base_of(value) for launch in launches for value in _operands(launch, written=True)}
+    found = {base_of(value): None for launch in launches for value in _operands(launch, written=False)}
     for root in found:
         if root not in written and _is_computed(root) and len(set(_readers(root))) > 1:
             _store(graph, root)
@@ -40,24 +39,10 @@ def _operands(launch: Node, written: bool) -> Iterator[Node]:
             yield value
 
 
-def _is_view(node: Node) -> bool:
-    """Whether a node is a view, or a piece, of its first operand."""
-    if node.op != "call_function":
-        return False
-    return returns_view(node.target) or (node.target is getitem and returns_view(node.all_input_nodes[0].target))
-
-
-def _root(node: Node) -> Node:
-    """What a node is a view of, through all views."""
-    while _is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
 def _readers(node: Node) -> Iterator[Node]:
     """The calls that read a node, through all views of it."""
     for user in node.users:
-        if _is_view(user):
+        if is_view(user):
             yield from _readers(user)
         else:
             yield user
@@ -85,22 +70,8 @@ def _is_contiguous(value: torch.Tensor) -> bool:
 
 def _store(graph: Graph, node: Node) -> None:
     """Let all readers of a node read a view of it that fixes its strides."""
-    last, value = node, node.meta["val"]
-
-    def call(target: Any, *args: Any, made: Any) -> Node:
-        nonlocal last
-        with graph.inserting_after(last):
-            last = graph.call_function(target, args)
-        last.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
-        last.meta["val"] = made
-        return last
-
-    def known(target: Any, sizes: Any) -> list[Any]:
-        return [n if isinstance(n, int) else call(target, node, i, made=n) for i, n in enumerate(sizes)]
-
-    sizes, strides = known(aten.sym_size.int, value.shape), known(aten.sym_stride.int, value.stride())
-    readers = [user for user in node.users if user not in (*sizes, *strides)]
-    stored = call(aten.as_strided.default, node, sizes, strides, made=value)
+    readers = list(node.users)
+    stored = with_strides(graph, node)
     for reader in readers:
         reader.replace_input_with(node, stored)
 

@@ -18,7 +18,8 @@ import torch
 from torch.fx import Graph, Node
 
 from tunecompile._torch.autograd import CheckpointPolicy
-from tunecompile.ir.op import aten_name, returns_view
+from tunecompile.ir.op import aten_name
+from tunecompile.ir.views import base_of, is_view
 from tunecompile.planner.liveness import tensor_bytes
 
 _MADE = ("full", "full_like", "zeros_like", "ones_like", "scalar_tensor", "arange", "iota")  #: read no memory
@@ -37,25 +38,11 @@ def results_to_recompute(graph: Graph, backward: Collection[Node]) -> set[Node]:
     """
     readers = {node for node in backward if node.op == "call_function"}
     needed = [node for node in graph.nodes if node not in backward and any(user in readers for user in node.users)]
-    found = {node: cone for node in map(_base, needed) if (cone := _cone(node)) and _reads_in_memory(node, readers)}
+    found = {node: cone for node in map(base_of, needed) if (cone := _cone(node)) and _reads_in_memory(node, readers)}
     if not found:
         return set()
     late = _late_side(needed)
     return {each for node, cone in found.items() if node in late for each in cone if each in late}
-
-
-def _base(node: Node) -> Node:
-    """What a view is of, in the end."""
-    while _is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _is_view(node: Node) -> bool:
-    """Of a tensor, or one of the views that a split makes."""
-    if node.op == "call_function" and node.target is getitem:
-        return _is_view(node.all_input_nodes[0])
-    return node.op == "call_function" and returns_view(node.target) and bool(node.all_input_nodes)
 
 
 def _is_elementwise(node: Node) -> bool:
@@ -71,7 +58,7 @@ def _is_elementwise(node: Node) -> bool:
 def _is_recomputed(node: Node) -> bool:
     """Whether it is recomputed wherever it is needed: views, and what is tagged so."""
     call = node.all_input_nodes[0] if node.target is getitem else node
-    return _is_view(node) or call.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+    return is_view(node) or call.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _cone(node: Node) -> set[Node]:
@@ -86,7 +73,7 @@ def _cone(node: Node) -> set[Node]:
         if _is_elementwise(each) or _is_recomputed(each):
             cone.add(each)
             pending += each.all_input_nodes
-            computed |= not _is_elementwise(each) and not _is_view(each)  # an op, as a norm of the layer's input
+            computed |= not _is_elementwise(each) and not is_view(each)  # an op, as a norm of the layer's input
         else:
             computed |= each.op == "call_function"
     return {each for each in cone if _is_elementwise(each)} if computed else set()
@@ -96,7 +83,7 @@ def _reads_in_memory(node: Node, backward: Collection[Node]) -> bool:
     """Whether a call of the backward that nothing fuses into reads it, by itself or through views."""
     for user in node.users:
         target: Any = user.target
-        if _is_view(user):
+        if is_view(user):
             if _reads_in_memory(user, backward):
                 return True
         elif user in backward and user.op == "call_function":
