@@ -199,7 +199,7 @@ def main() -> int:
         about = {"system": name, "model": given.model, "mode": "qlora", "trainer": trainer}
         about |= {
             "shape": shape_of(trainer, given.completion),
-            "checkpointing": bool(system(name).checkpointing) or given.checkpointing,
+            "checkpointing": Job(system=name, model=given.model, checkpointing=given.checkpointing).checkpoints,
             "budget_gib": None,
         }
         cases[f"{trainer} {name}"] = about | ({"layers": given.layers} if given.layers else {})

@@ -43,6 +43,14 @@ def in_part(x):
 DENSE, TURNED = torch.randn(2, 5, 8), torch.randn(2, 8, 5).transpose(1, 2)
 
 
+def cleaned(run, x):
+    """The graph of a function, behind the pass."""
+    gm = make_fx(run, tracing_mode="fake")(x)
+    lower.cleanup.run(gm.graph, Context("layer"))
+    gm.recompile()
+    return gm
+
+
 @pytest.mark.parametrize(
     "run, x, left",
     [
@@ -58,9 +66,7 @@ DENSE, TURNED = torch.randn(2, 5, 8), torch.randn(2, 8, 5).transpose(1, 2)
 )
 def test_a_concatenation_of_own_pieces(run, x, left):
     """Views of the concatenation may be none of the tensor's: convolutions over tokens hand on transposed ones."""
-    gm = make_fx(run, tracing_mode="fake")(x)
-    lower.cleanup.run(gm.graph, Context("layer"))
-    gm.recompile()
+    gm = cleaned(run, x)
     assert torch.equal(gm(x), run(x))
     assert sum(node.target is aten.cat.default for node in gm.graph.nodes) == left
 
@@ -89,8 +95,6 @@ def returned(x):
     ],
 )
 def test_reshapes_that_cancel_out(run, x, left):
-    gm = make_fx(run, tracing_mode="fake")(x)
-    lower.cleanup.run(gm.graph, Context("layer"))
-    gm.recompile()
+    gm = cleaned(run, x)
     torch.testing.assert_close(gm(x), run(x), rtol=0, atol=0)
     assert sum(node.target in (aten.view.default, aten._unsafe_view.default) for node in gm.graph.nodes) == left

@@ -162,11 +162,14 @@ def _suffix(plan: Plan) -> str:
     )
 
 
+def _trains(way: Plan | str) -> bool:
+    """Whether what is compiled in a way runs in training steps, which reports are about."""
+    return not isinstance(way, str)
+
+
 def contexts_of(region: Region) -> list[Context]:
     """Contexts of graphs that save anything for a backward, or of all where none does; the last compiled is last."""
-    backends = sorted(
-        region.backends.items(), key=lambda item: not isinstance(item[0], str)
-    )  # those that train are last
+    backends = sorted(region.backends.items(), key=lambda item: _trains(item[0]))
     contexts = [c for _, backend in backends for c in backend.contexts]
     return [c for c in contexts if c.saved] or contexts
 
@@ -176,8 +179,8 @@ def pieces_of(region: Region) -> list[Context]:
     order = {id(context): place for place, context in enumerate(contexts_of(region))}
 
     def compiled(item: tuple[tuple[Plan | str, CallKind], Variant]) -> tuple[bool, int]:
-        (way, _), variant = item  # those that train are last
-        return not isinstance(way, str), max((order.get(id(c), -1) for c in variant.contexts), default=-1)
+        (way, _), variant = item
+        return _trains(way), max((order.get(id(c), -1) for c in variant.contexts), default=-1)
 
     made = [variant for _, variant in sorted(region.variants.items(), key=compiled) if variant.contexts]
     last = next((each for each in reversed(made) if any(c.saved for c in each.contexts)), made[-1] if made else None)

@@ -42,8 +42,7 @@ class SwitchedOff:
     def active(self) -> tuple[str, ...]:
         """The adapters that are active, as the first of the linears has them."""
         linear = self.linears[0]() if self.linears else None
-        names = () if linear is None else vars(linear).get("_active_adapter") or ()
-        return (names,) if isinstance(names, str) else tuple(names)
+        return () if linear is None else _active(vars(linear))
 
     @contextlib.contextmanager
     def scaled_by_0(self) -> Iterator[bool]:
@@ -70,13 +69,17 @@ class SwitchedOff:
                 weight.requires_grad_(False)
 
 
+def _active(own: dict[str, Any]) -> tuple[str, ...]:
+    names = own.get("_active_adapter") or ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 def _same(own: dict[str, Any]) -> list[str]:
     """The active adapters of a linear that are switched off, if scaled by 0 they add 0."""
     modules = own["_modules"]
     if not own.get("_disable_adapters") or own.get("merged_adapters") or not {"lora_A", "lora_B"} <= modules.keys():
         return []
-    names = own.get("_active_adapter") or ()
-    active = [name for name in ([names] if isinstance(names, str) else names) if name in modules["lora_A"]]
+    active = [name for name in _active(own) if name in modules["lora_A"]]
     adds_0 = all(
         name in own["scaling"]
         and name not in own.get("lora_variant", {})

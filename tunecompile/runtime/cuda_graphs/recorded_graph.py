@@ -84,9 +84,8 @@ class Forward:
         self.layers: dict[tuple, LayerInputs] = {}
         self.known: set[tuple] = set()  #: layers that ran, by the addresses of their parameters
         self.pool = RecordingPool(shared, self.places)
-        self.undecided: int | None = (
-            None  #: the last pass with a layer of which it was not known whether it is launch-bound
-        )
+        #: the last pass with a layer of which it was not known whether it is launch-bound
+        self.undecided: int | None = None
         self.enabled = True
 
     def __call__(self, inputs: list) -> Sequence[Any]:
