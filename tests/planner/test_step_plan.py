@@ -8,7 +8,15 @@ from tunecompile.planner.candidates import CandidateCost
 from tunecompile.planner.cost_model import Work
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, LayerRun, Plan, PlanOption, choose
-from tunecompile.planner.step_plan import ROOMY, RegionCandidates, RegionRun, StepRequest, leave_room_for_graphs, solve
+from tunecompile.planner.step_plan import (
+    ROOMY,
+    RegionCandidates,
+    RegionRun,
+    StepRequest,
+    leave_room_for_graphs,
+    solve,
+    solve_from_here,
+)
 
 HALF = Plan(frozenset({0}))
 ROWS = (
@@ -175,3 +183,48 @@ def test_the_end_of_a_step_counts_where_nothing_else_is_larger():
 def test_checkpoints_would_need_the_end_of_the_step_as_well():
     made = solve(request(8, summed=500))
     assert made.room == 500 > request(8).checkpointed_peak() and made.choice.fits and made.choice.peak == 500
+
+
+def two_kinds(**changes) -> StepRequest:
+    """Three layers of a kind, and one of another that was not known when they ran: it cannot hold less than 50 bytes."""
+    kinds = {1: RegionCandidates(ROWS, 8, whole=True, passed=10), 2: RegionCandidates(ROWS[:1], 8, whole=True)}
+    return replace(request(0), runs=(RegionRun(1, 3), RegionRun(2, 1)), candidates=kinds, checkpointed=False, **changes)
+
+
+def options(made):
+    return [option for run in made.choice.options for option in run]
+
+
+def test_layers_that_ran_hold_what_they_hold():
+    """The device would overflow if layers that ran were thought to follow the new plan."""
+    whole = two_kinds(available=1132)
+    planned = options(solve(whole))
+    assert solve(whole).choice.fits and [option.held for option in planned] == [20, 20, 20, 50]
+    keeps = next(option for option in options(solve(two_kinds())) if option.held == 50)
+    made = solve_from_here(whole, [keeps, None, None, None])
+    assert made.for_one_step and options(made)[0] == keeps and made.choice.fits
+    assert sum(option.held for option in options(made)[1:3]) < sum(option.held for option in planned[1:3])
+    assert solve(whole) == solve_from_here(whole, [None] * 4) == solve_from_here(whole, ())
+    roomy = two_kinds()
+    assert solve_from_here(roomy, [planned[0], None, None, None]) == solve(roomy), "the step fits all the same"
+
+
+def test_what_waits_on_the_host_takes_its_room_there():
+    whole = two_kinds(offload=True, host=100, available=1100)
+    planned = solve(whole)
+    assert planned.choice.offloads and planned.choice.waiting <= 100
+    sent = replace(options(planned)[0], held=0, offloaded=90)
+    made = solve_from_here(whole, [sent, None, None, None])
+    assert made.for_one_step and made.choice.waiting <= 100 and options(made)[0].offloaded == 90
+    most = solve_from_here(whole, [replace(sent, offloaded=200), None, None, None])
+    assert most.for_one_step and sum(option.offloaded for option in options(most)[1:]) == 0, "nothing more fits there"
+
+
+def test_layers_that_ran_tell_kinds_apart_and_leave_recordings_to_others():
+    first, other = request(3, checkpointed=False).layer_runs()[0].options[:2]
+    told = replace(first, plan=KEEP_WEIGHTS, kind=7)
+    runs = replace(request(3), ran=(told, first, None)).layer_runs()
+    assert [(run.layers, run.options[0].kind) for run in runs] == [(1, 7), (1, 1), (1, 1)]
+    assert runs[0].options == (replace(told, plan=KEEP),) and runs[1].options == (first,) and other in runs[2].options
+    waiting = request(3, saving=5000.0, spare=100, ran=(replace(first, offloaded=10), None, None))
+    assert options(solve(waiting))[0].offloaded == 10

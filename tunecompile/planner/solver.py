@@ -84,6 +84,12 @@ class LayerRun:
     layers: int
     options: tuple[PlanOption, ...]
 
+    def offloading_at_most(self, nbytes: int) -> LayerRun:
+        """With the options that offload so many bytes at most; as it is where it has no choice."""
+        if len(self.options) == 1:
+            return self
+        return LayerRun(self.layers, tuple(option for option in self.options if option.offloaded <= nbytes))
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -174,12 +180,9 @@ def choose(stacks: Sequence[LayerRun], room: int, tail: int = 0, host: int | Non
     if host is None or free.waiting <= host:
         return free
     # A limit for each layer, since a few layers could fill the host and leave the rest without an option that fits.
-    shared = (
-        [LayerRun(stack.layers, tuple(o for o in stack.options if o.offloaded <= most)) for stack in stacks]
-        for most in _shares(stacks, host)
-    )
+    shared = ([stack.offloading_at_most(most) for stack in stacks] for most in _shares(stacks, host))
     found = [_fastest(each, room, tail, host) for each in shared]
-    best = min((choice for choice in found if choice.waiting <= host), key=_rank)
+    best = min([choice for choice in found if choice.waiting <= host] or found[:1], key=_rank)
     return _use_up(best, _priced(stacks, best.ahead), room, tail, host) if best.fits else best
 
 
@@ -215,10 +218,12 @@ def _waiting(options: Sequence[Sequence[PlanOption]]) -> int:
 def _shares(stacks: Sequence[LayerRun], host: int) -> list[int]:
     """Limits in bytes on what one layer offloads, from an equal share of the host to the most that any option offloads.
 
-    Each limit is one and a half times the one before at least.
+    Each limit is one and a half times the one before at least. Layers without a choice have theirs.
     """
-    found = [host // sum(stack.layers for stack in stacks)]
-    for nbytes in sorted({option.offloaded for stack in stacks for option in stack.options}):
+    free = [stack for stack in stacks if len(stack.options) > 1]
+    taken = sum(stack.layers * stack.options[0].offloaded for stack in stacks if len(stack.options) == 1)
+    found = [max(0, host - taken) // max(1, sum(stack.layers for stack in free))]
+    for nbytes in sorted({option.offloaded for stack in free for option in stack.options}):
         if nbytes >= 1.5 * found[-1] or (len(found) == 1 and nbytes > found[0]):
             found.append(nbytes)
     return found

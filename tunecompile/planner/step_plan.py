@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, zip_longest
 from typing import Any
 
 from tunecompile.planner.candidates import CandidateCost, options
@@ -72,6 +73,8 @@ class StepRequest:
     checkpointed: bool = False
     spare: int = 0  #: bytes that CUDA graphs may take then, beside what checkpoints would
     summed: int = 0  #: bytes beside all gradients at the step's end, while those of head and embedding are added up
+    #: by layer, in running order: what it holds in this step already, whatever the plan is; None for all others
+    ran: tuple[PlanOption | None, ...] = ()
 
     def layers(self) -> list[RegionCandidates]:
         """Each layer's candidates, in running order.
@@ -96,7 +99,7 @@ class StepRequest:
             allowed = (option for option in choices if run.only is None or option.plan == run.only)
             more = {"gradients": run.gradients, "passed": int(each.passed * self.tokens / each.tokens)}
             found.append(LayerRun(run.layers, tuple(replace(o, kind=run.region, **more) for o in allowed)))
-        return found
+        return following(found, self.ran)
 
     def beside_layers(self, runs: Sequence[LayerRun]) -> int:
         """Bytes that are there whatever layers do, while their gradients are not."""
@@ -126,6 +129,21 @@ class StepRequest:
         return peak(order, self.tail)
 
 
+def following(runs: Sequence[LayerRun], ran: Sequence[PlanOption | None]) -> list[LayerRun]:
+    """Runs of layers of which some have one option only: theirs in `ran`, by layer."""
+    if not any(ran):
+        return list(runs)
+    choices = [run.options for run in runs for _ in range(run.layers)]
+    fixed = (choice if one is None else (_on_its_own(one),) for choice, one in zip_longest(choices, ran))
+    together = groupby(fixed, key=lambda choice: (choice[0].kind, choice))
+    return [LayerRun(len(list(same)), choice) for (_, choice), same in together]
+
+
+def _on_its_own(option: PlanOption) -> PlanOption:
+    """Weights stay dequantised for all layers, or for none."""
+    return replace(option, plan=KEEP) if option.plan == KEEP_WEIGHTS else option
+
+
 def _gradients(runs: Sequence[LayerRun]) -> int:
     """Bytes of gradients that the layers' backwards bring."""
     return sum(run.layers * run.options[0].gradients for run in runs)
@@ -145,6 +163,7 @@ class AdmittedPlan:
     short: bool  #: whether no plan was known that leaves room for all CUDA graphs
     recorded: RecordedStep  #: what the step takes with all layers recorded, if nothing goes to the host
     spare: int = 0  #: bytes that CUDA graphs may take beside the room
+    for_one_step: bool = False  #: whether it bends to layers that ran before it was made, as in no later step
 
     @property
     def peak(self) -> int:
@@ -214,6 +233,28 @@ def solve(request: StepRequest) -> AdmittedPlan:
     )
 
 
+def solve_from_here(request: StepRequest, ran: Sequence[PlanOption | None]) -> AdmittedPlan:
+    """The plan to follow from the middle of a step on: `solve`'s, unless this step would not fit under it.
+
+    Layers of another kind are surveyed when the first of them runs. Those before it followed a plan that did not know
+    that kind, and hold what it told them to, on the device and on the host.
+
+    Args:
+        request: of the whole step.
+        ran: what layers hold already, by layer, in running order; None for those that are to run.
+    """
+    made = solve(request)
+    if not any(ran):
+        return made
+    planned = [option for run in made.choice.options for option in run]
+    mixed = [now or then for now, then in zip_longest(ran, planned)]
+    waiting = sum(option.offloaded for option in mixed)
+    fits = peak([mixed], request.tail, made.choice.ahead) <= max(made.room, made.choice.peak)
+    if fits and (request.host is None or waiting <= request.host):
+        return made
+    return replace(solve(replace(request, ran=tuple(ran))), for_one_step=True)
+
+
 def leave_room_for_graphs(
     choice: Assignment, runs: Sequence[LayerRun], room: int, tail: int, gain: float, spare: int = 0
 ) -> tuple[Assignment, bool]:
@@ -249,7 +290,7 @@ def _staying(runs: Sequence[LayerRun], room: int, tail: int) -> list[Assignment]
     Beside the fastest in several rooms there are those with one plan for all layers, whose recordings have scratch in
     one place.
     """
-    staying = [replace(run, options=tuple(o for o in run.options if not o.offloaded)) for run in runs]
+    staying = [run.offloading_at_most(0) for run in runs]
     found = [choose(staying, int(share * room), tail) for share in SHARES]
     for plan in dict.fromkeys(option.plan for run in staying for option in run.options):
         each = tuple(

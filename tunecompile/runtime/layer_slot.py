@@ -328,7 +328,7 @@ class LayerSlot:
                 output = self._call(args, kwargs, shared)
             else:
                 output = self.region.surveyed(plan, kind, look, lambda made: self._call(args, kwargs, shared, made))
-            budget.ran(self, output)
+            budget.follow(self, output)
             return finish(output)
 
     def _told(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Shared | None]:

@@ -214,7 +214,7 @@ def test_a_plan_that_cannot_be_made_is_told(monkeypatch):
     """Layers of this kind were surveyed on another device, say. A plan that is there is not lost without a word."""
     made = planner(TIGHT)
     with monkeypatch.context() as patched:
-        patched.setattr(module, "solve", lambda request: 1 // 0)
+        patched.setattr(module, "solve_from_here", lambda *_: 1 // 0)
         for _ in range(2):
             step(made)
     assert made.admitted is None and len(made.notes) == 1
@@ -222,7 +222,7 @@ def test_a_plan_that_cannot_be_made_is_told(monkeypatch):
     step(made)
     assert made.admitted is not None
     made.progress.tokens, made.progress.exceeded = TOKENS, True
-    monkeypatch.setattr(module, "solve", lambda request: 1 // 0)
+    monkeypatch.setattr(module, "solve_from_here", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         made._review()
 
@@ -359,3 +359,21 @@ def test_one_layers_part_of_the_options():
     assert list(made.options) == [id(slot) for slot in made.layers[2:]] and made.surveys.reopened == {first}
     made.surveys.candidates[first] = replace(made.surveys.candidates[first], whole=True)
     assert not made._survey_again() and len(made.options) == 2
+
+
+def test_a_kind_that_is_met_in_the_middle_of_a_step_leaves_what_ran_as_it_is():
+    """Two layers kept all, by a plan for all that knew no other kind; it holds until the next step."""
+    made = planner(26_000, regions=2, surveyed=1)
+    for slot in made.layers[:2]:
+        assert (step(made) if slot is made.layers[0] else made.plan_for(slot, "kind", TOKENS)[0]) == KEEP
+        made.follow(slot, None)
+    slow = (replace(ROWS[0], returned=8000), replace(ROWS[2], backward_work=Work(90_000)))
+    made.surveys.candidates[made.regions[1]] = RegionCandidates(slow, TOKENS, whole=True, passed=10)
+    made._admit(made._held())
+    assert made.admitted.for_one_step and made.admitted.choice.fits and plans(made)[:2] == [KEEP, KEEP]
+    bent = plans(made)
+    step(made)
+    assert not made.admitted.for_one_step and plans(made) != bent and made.ran == {}
+    made.follow(made.layers[0], None)
+    made.progress.tokens += 1
+    assert made._held() == [None] * LAYERS, "bytes of another batch"

@@ -31,7 +31,7 @@ from tunecompile.planner.step_plan import (
     StepRequest,
     count_options,
     recomputed_names,
-    solve,
+    solve_from_here,
 )
 from tunecompile.runtime.memory.accounting import MemoryAccounting, PlannedLayer, compute_dtype
 from tunecompile.runtime.memory.progress import Progress
@@ -50,6 +50,7 @@ class RuntimePlanner:
     surveys: Surveys = field(default_factory=Surveys)
     progress: Progress = field(default_factory=Progress)
     options: dict[int, PlanOption] = field(default_factory=dict)  #: by slot
+    ran: dict[int, PlanOption] = field(default_factory=dict)  #: in the running step's forward, by slot
     admitted: AdmittedPlan | None = None
     allowed: int = 0  #: bytes that torch's allocator was allowed to hold when the plan was made
     plans: int = 0  #: that were admitted
@@ -112,6 +113,7 @@ class RuntimePlanner:
         now = self.progress
         now.layers_began, now.tokens = True, tokens
         now.survey_step = now.survey_step or now.steps
+        self.ran.clear()
         self.memory.begin_layers(tokens)
         self._review()
         self.trace.begin(now.steps, self.admitted and self.admitted.choice.options, tokens)
@@ -132,8 +134,10 @@ class RuntimePlanner:
         made = self.admitted.tokens
         return option.offloads_tensor(saved.untyped_storage().nbytes() * made // max(self.progress.tokens, made))
 
-    def ran(self, slot: PlannedLayer, output: object) -> None:
+    def follow(self, slot: PlannedLayer, output: object) -> None:
         """After a layer's forward."""
+        if (option := self.options.get(id(slot))) is not None:
+            self.ran[id(slot)] = option
         self.trace.follow(output, self.places[id(slot)])
 
     def settle(self) -> None:
@@ -178,7 +182,7 @@ class RuntimePlanner:
             self._follow_the_user()
             return
         self.surveys.candidates[region] = found
-        made = self._admit()
+        made = self._admit(self._held())
         if self.offload is not None and self.offloading:  # code is generated next, in which nothing else happens
             self.offload.expect(made.choice.waiting)
 
@@ -186,7 +190,8 @@ class RuntimePlanner:
         """Whether the candidates found of a region so far are enough."""
         known = {**request.candidates, region: found}
         seen = self._all_seen(known)
-        return solve(replace(request, candidates=known, all_seen=seen)).settles(self._surveyed(known))
+        made = solve_from_here(replace(request, candidates=known, all_seen=seen), self._held())
+        return made.settles(self._surveyed(known))
 
     def _surveyed(self, known: dict[int, RegionCandidates]) -> list[RegionCandidates]:
         """Candidates of this device's layers. Others are surveyed where they are."""
@@ -263,6 +268,7 @@ class RuntimePlanner:
 
     def _make_smaller(self, before: AdmittedPlan) -> bool:
         self.progress.pressed = True
+        self.ran.clear()  # layers repeat what they have to, and so hold something else
         made = self._admit()
         if made.choice.fits or not self._survey_again():
             return made.choice.peak < before.choice.peak
@@ -302,7 +308,12 @@ class RuntimePlanner:
     def _still_serves(self, made: AdmittedPlan) -> bool:
         """Whether the plan serves this batch, too: a plan for each size of batch would compile without end."""
         tokens = self.progress.tokens
-        if self.progress.exceeded or self.memory.others() > GROWN * made.resident or self._room_changed(made):
+        if (
+            made.for_one_step
+            or self.progress.exceeded
+            or self.memory.others() > GROWN * made.resident
+            or self._room_changed(made)
+        ):
             return False
         if not made.records_all and self.memory.recordings.saving(tokens) > WEIGHED * made.saving:
             return False  # now it is known what recordings would save
@@ -324,9 +335,14 @@ class RuntimePlanner:
         self.speed = rates_of(self.device, compute_dtype(self.device))  # while there is memory to measure with
         return self.memory.request(tokens, known, self.speed, self._all_seen(known), self.progress.steps == 1)
 
-    def _admit(self) -> AdmittedPlan:
-        """Make the plan that layers follow from here on."""
-        made = self.admitted = solve(self._request(self.progress.tokens))
+    def _held(self) -> list[PlanOption | None]:
+        """What layers hold that ran in this step under a plan for its batch; None for all others."""
+        same = self.admitted is not None and self.admitted.tokens == self.progress.tokens
+        return [self.ran.get(id(slot)) if same else None for slot in self.layers]
+
+    def _admit(self, ran: Sequence[PlanOption | None] = ()) -> AdmittedPlan:
+        """Make the plan that layers follow from here on. ran: what layers hold already, by layer."""
+        made = self.admitted = solve_from_here(self._request(self.progress.tokens), ran)
         self.allowed = self.memory.allowed()
         self.progress.exceeded = False
         self.plans += 1
