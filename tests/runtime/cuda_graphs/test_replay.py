@@ -314,6 +314,26 @@ def test_a_call_that_cannot_be_recorded(pair, monkeypatch):
     assert has(model, "no-cuda-graph", detail="not permitted") and not recorded(model)
 
 
+@pytest.mark.parametrize("full", [1, 2])
+def test_memory_that_the_allocator_holds_is_freed_where_a_recording_lacks_it(full, pair, monkeypatch):
+    """Batches of many sizes leave blocks that no recording may use; a graph whose second try fails, too, runs as it
+    did."""
+    model, reference = pair
+    tries, plain = [], CpuRecorder.record
+
+    def record(self, run, pool, device):
+        tries.append(self.releases)
+        if len(tries) <= full:
+            raise torch.OutOfMemoryError("no room")
+        return plain(self, run, pool, device)
+
+    monkeypatch.setattr(CpuRecorder, "record", record)
+    warm(model)
+    assert tries[:2] == [0, 1] and state_of(model).replays.recorder.releases == 1
+    assert (recorded(model) == 6) is (full == 1) and has(model, "no-cuda-graph", detail="no room") is (full == 2)
+    same(model, reference, once)
+
+
 def test_kernels_that_do_not_wait_are_not_recorded(pair, monkeypatch):
     monkeypatch.setattr(CpuRecorder, "elapsed", lambda self, begin, end: 1e9)
     assert warm(pair[0]) == 0

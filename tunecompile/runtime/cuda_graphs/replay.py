@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -146,7 +146,7 @@ class GraphReplays:
         device = device_of(inputs)
         before, _ = self.recorder.memory(device)
         try:
-            outputs, play = self.recorder.record(lambda: graph.run(list(arguments)), pool.number, device)
+            outputs, play = self._capture(lambda: graph.run(list(arguments)), pool, device)
         except Exception as error:  # a call that waits for the device, say: it runs as it did
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
             self.failures.append(note("no-cuda-graph", detail=reason))
@@ -174,6 +174,16 @@ class GraphReplays:
         # copied as soon as they are computed, and then free
         made.give_back([i for i, at in storages.items() if i < handed and at not in others], self.recorder)
         return made
+
+    def _capture(
+        self, run: Callable[[], Sequence[Any]], pool: RecordingPool, device: torch.device
+    ) -> tuple[Sequence[Any], Callable[[], None]]:
+        """Record a run; once more where memory ran out, since the allocator frees none that it holds meanwhile."""
+        try:
+            return self.recorder.record(run, pool.number, device)
+        except torch.OutOfMemoryError:
+            self.recorder.release()
+        return self.recorder.record(run, pool.number, device)
 
     def leave_out(self, device: torch.device) -> None:
         """Note why layers are not recorded."""
