@@ -28,11 +28,13 @@ from tunecompile.notes import Note, note
 from tunecompile.passes.plan.probe_arguments import ARGUMENTS, arguments_of
 from tunecompile.passes.plan.rivals import prefer
 
-__all__ = ["BY_TEMPLATE", "choose", "compare", "examine", "fault_of", "is_tested", "owner", "wide"]
+__all__ = ["BY_TEMPLATE", "choose", "choose_beside", "compare", "examine", "fault_of", "is_tested", "owner", "wide"]
 
 KIND = "probe"  #: of files beside the measured choices
 
-BY_TEMPLATE = ("triton", "joined")  #: names of providers that launch a template
+#: names of providers that launch a template
+BY_TEMPLATE = ("triton", "joined", "k_extension", "grouped")
+BESIDE = ("row_losses",)  #: ops that run beside graphs
 FACTOR = 4  #: how much further than the reference from fp64 a template may be, which sums in another order
 LEAST = 2.0**-11  #: relative error of TF32's products, in which fp32 may be multiplied
 log = logging.getLogger("tunecompile")
@@ -49,14 +51,38 @@ def choose(op: Op, values: list, context: Context) -> Provider:
     """
     provider = prefer(op, values, _is_right) or op.choose(values, context.precision)
     devices = [leaf.device for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    while provider.name in BY_TEMPLATE and devices and not pretending():
-        find = known_fault if is_tested(devices[0]) else fault_of
-        if not (fault := find(op, provider, devices[0])):
-            break
-        _distrust(op, provider, fault)
+    while devices and _fails(op, provider, devices[0]):
         provider = op.choose(values, context.precision)
-    context.notes += [said for (name, _), said in _wrong.items() if name == op.name and said not in context.notes]
+    _tell(op, context)
     return provider
+
+
+def choose_beside(device: torch.device, context: Context) -> None:
+    """Choose the providers of ops that no graph shows, on a device where one of the model's is compiled.
+
+    Args:
+        device: of the graph.
+        context: gets a note of each template that is not used.
+    """
+    for op in (op for op in OPS.values() if op.name in BESIDE):
+        for provider in op.providers:
+            if (op.name, provider.name) not in _wrong:
+                _fails(op, provider, device)
+        _tell(op, context)
+
+
+def _fails(op: Op, provider: Provider, device: torch.device) -> bool:
+    """Whether a template fails its trial, after which its provider refuses all calls."""
+    if provider.name not in BY_TEMPLATE or pretending():
+        return False
+    fault = (known_fault if is_tested(device) else fault_of)(op, provider, device)
+    if fault:
+        _distrust(op, provider, fault)
+    return bool(fault)
+
+
+def _tell(op: Op, context: Context) -> None:
+    context.notes += [said for (name, _), said in _wrong.items() if name == op.name and said not in context.notes]
 
 
 def is_tested(device: torch.device) -> bool:

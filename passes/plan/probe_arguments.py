@@ -85,6 +85,40 @@ def _lora_mlp(draw: _Draw) -> list:
     return [draw.normal(ROWS, 64), weights, [], [], [], [], [], a, b, [0.5, 2.0, 1.5], sizes, 0, "", "silu"]
 
 
+def _adapters(draw: _Draw) -> tuple[list, list, list]:
+    """A, B and scale of two siblings of other heights and ranks, on inputs of 192 columns."""
+    heights, ranks = (6, 10), (4, 3)
+    a = [draw.normal(rank, 192, scale=192**-0.5) for rank in ranks]
+    return a, [draw.normal(n, rank, scale=0.5) for n, rank in zip(heights, ranks)], [0.5, 2.0]
+
+
+def _lora(draw: _Draw) -> list:
+    weights = [draw.normal(n, 192, scale=192**-0.5) for n in (6, 10)]
+    return [draw.normal(ROWS, 192), [], weights, [draw.normal(6), draw.normal(10)], *_adapters(draw), draw.dtype]
+
+
+def _lora_nf4(draw: _Draw) -> list:
+    heights, block = [6, 10], 64
+    packed = [draw.codes(n * 192 // 2, 1) for n in heights]
+    scales = [draw.normal(n * 192 // block, dtype=torch.float32).abs() * 192**-0.5 for n in heights]
+    given = [draw.normal(ROWS, 192), [], packed, scales, [], [], [], []]
+    return [*given, *_adapters(draw), draw.dtype, heights, block, "nf4"]
+
+
+def _ssd_scan(draw: _Draw) -> list:
+    """A chunk and a half, and two heads that share keys."""
+    c, b, x = draw.normal(1, 96, 1, 64), draw.normal(1, 96, 1, 64, scale=0.1), draw.normal(1, 96, 2, 64)
+    decay, dt = (draw.normal(1, 96, 2, dtype=torch.float32).abs() for _ in range(2))
+    return [c, b, x, -decay * 0.1, dt, None, None]
+
+
+def _row_losses(draw: _Draw) -> list:
+    """Logits behind a soft cap, some without a label."""
+    target = draw.codes(ROWS, upto=WIDTH % 256).long()
+    target[1] = -100
+    return [draw.normal(ROWS, WIDTH, scale=4.0), target, 0.5, 30.0, -100, 0.1]
+
+
 TOKENS, CHOICES = 13, 2  #: and how many experts each has
 
 
@@ -124,7 +158,12 @@ ARGUMENTS: dict[str, Callable[[_Draw], list]] = {
     "gated_delta_rule": _delta_rule,
     "channel_delta_rule": _channel_rule,
     "selective_scan": _selective_scan,
+    "ssd_scan": _ssd_scan,
+    "row_losses": _row_losses,
+    "lora_linear": _lora,
+    "lora_linear_nf4": _lora_nf4,
     "lora_mlp": _lora_mlp,
+    "lora_mlp_tiled": lambda draw: [*_lora_mlp(draw), 2],
     "grouped_lora_linear": lambda draw: [draw.normal(TOKENS * CHOICES, 64), *_experts(draw)],
     "gathered_lora_linear": lambda draw: [draw.normal(TOKENS, 64), _order(draw), CHOICES, *_experts(draw)],
     "gathered_lora_linear_backward": _gathered_backward,

@@ -6,7 +6,7 @@ from torch.fx import Graph, Node
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.op import OPS, Op, Provider
 from tunecompile.notes import note
-from tunecompile.passes.plan.probe import choose
+from tunecompile.passes.plan.probe import choose, choose_beside
 from tunecompile.planner.candidates import backward_nodes
 
 __all__ = ["PASS"]
@@ -15,6 +15,8 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def run(graph: Graph, context: Context) -> None:
+    if (device := _device(graph)) is not None:
+        choose_beside(device, context)
     for node in graph.nodes:
         op = OPS.get(node.target) if node.op == "call_function" else None
         if op is None or op.opaque:
@@ -34,6 +36,12 @@ def run(graph: Graph, context: Context) -> None:
         context.notes.append(
             note("products-not-in-precision", context.region, count=plain, precision=context.precision)
         )
+
+
+def _device(graph: Graph) -> torch.device | None:
+    """Of the graph's first tensor."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    return next((value.device for value in values if isinstance(value, torch.Tensor)), None)
 
 
 def _reason(op: Op, provider: Provider, values: list) -> str:

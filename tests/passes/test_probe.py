@@ -15,6 +15,8 @@ from tests.support import zoo
 from tests.support.notes import find
 from tunecompile.ir.eager_call import outputs
 from tunecompile.ir.op import OPS
+from tunecompile.ir.pretend_gpu import as_on_gpu
+from tunecompile.ops.linear_cross_entropy import row_losses, runs_template
 from tunecompile.ops.swiglu import gated_activation_backward
 from tunecompile.passes.plan import probe
 from tunecompile.passes.plan.probe_arguments import ARGUMENTS, CHOICES, TOKENS, arguments_of
@@ -106,6 +108,44 @@ def test_a_wrong_template_is_not_used(run, says, monkeypatch):
     assert "gated_activation_backward: reference" in report.regions[0].providers
 
 
+def test_a_wrong_loss_kernel_is_not_used(monkeypatch):
+    """No graph has it. It is tried when the first layer is compiled, before there is a loss."""
+    (template,) = row_losses.providers
+    tries = []
+
+    def run(*given):
+        losses, gradient = row_losses.reference(*given)
+        tries.append(given)
+        return losses * 1.1, gradient
+
+    planted = dataclasses.replace(template, run=run, refuses=lambda *_: None)
+    monkeypatch.setattr(row_losses, "providers", [planted])
+    monkeypatch.setattr(probe, "is_tested", lambda device: False)
+    logits, labels = torch.randn(3, 7), torch.tensor([1, 0, 6])
+    taken = lambda: row_losses.choose((logits, labels, 1.0, 0.0, -100, 0.0)).name  # noqa: E731
+    assert taken() == "triton"
+    for _ in range(2):
+        told, error = trained()
+    assert error < 1e-5 and len(tries) == 1 and taken() == "reference"
+    (note,) = find(told, "template-wrong")
+    assert note.subject == "row_losses" and "output 0 is 1.0e-01 from fp64" in note.detail
+
+
+def test_logits_that_the_loss_kernel_takes():
+    """On a GPU, in no more than fp32, scaled by a positive factor; a CPU's are torch's, also where a GPU is pretended."""
+    labels = torch.tensor([1, 0])
+    with as_on_gpu("rtx4090"):
+        for dtype, scale, provider in (
+            (torch.bfloat16, 1.0, "triton"),
+            (torch.float32, 0.5, "triton"),
+            (torch.float32, -1.0, "reference"),
+            (torch.float64, 1.0, "reference"),
+        ):
+            logits = torch.zeros(2, 3, dtype=dtype)
+            assert row_losses.choose((logits, labels, scale, 0.0, -100, 0.0)).name == provider
+            assert not runs_template(logits, labels, scale, 0.0)
+
+
 def test_a_right_template_is_used(monkeypatch):
     assert plant(monkeypatch, gated_activation_backward.reference) == ""
     report, error = trained()
@@ -163,7 +203,7 @@ CPU = torch.device("cpu")
 NAMED = {op.name: op for op in OPS.values()}
 
 
-SLOW = ("channel_delta_rule", "gated_delta_rule", "selective_scan")
+SLOW = ("channel_delta_rule", "gated_delta_rule", "selective_scan", "ssd_scan")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ TEMPLATES = {
     if provider.name in probe.BY_TEMPLATE and (probe.owner(op) or op).name in ARGUMENTS
 }
 #: bf16 products, which the interpreter has not
-HALF_ALONE = tuple(f"{rule}_delta_rule{end}" for rule in ("gated", "channel") for end in ("", "_backward"))
+HALF_ALONE = tuple(
+    f"{rule}{end}" for rule in ("gated_delta_rule", "channel_delta_rule", "ssd_scan") for end in ("", "_backward")
+)
 
 
 def tried(name, device, change=None):

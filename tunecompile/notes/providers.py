@@ -6,6 +6,7 @@ REASONS = {
     "arguments-not-supported": NoteKind("its arguments are not supported"),
     "not-on-gpu": NoteKind("not on a GPU"),
     "not-half-precision": NoteKind("in {detail}, not in half precision"),
+    "factor-not-positive": NoteKind("the factor of the logits is {detail}, and it is for positive ones"),
     "no-triton": NoteKind("Triton is not installed", "Install Triton."),
     "dtypes-differ": NoteKind("{subject} differ in dtype"),
     "not-contiguous": NoteKind("{subject} not contiguous"),

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile._torch.modules import linear
-from tunecompile.ir.op import Cost, has_triton, op
+from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.notes import Note, note
 
 __all__ = [
     "CHUNK_BYTES",
@@ -24,6 +25,8 @@ __all__ = [
     "logits_of",
     "losses_and_gradient",
     "mean_of_labelled",
+    "row_losses",
+    "runs_template",
     "step_rows",
     "workspace",
 ]
@@ -196,6 +199,47 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
+@op(cost=Cost.POINTWISE)
+def row_losses(
+    logits: Tensor, target: Tensor, scale: float, softcap: float, ignore_index: int, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Return the cross entropy of each row of logits, and the gradient of their sum.
+
+    No graph has this op, since heads and losses run beside graphs. It is one so that its template is tried as others
+    are before it is used on a card without tests.
+
+    Args:
+        logits: [T, V], any floating dtype.
+        target: int64 [T], one class a row.
+        scale: a factor of the logits.
+        softcap: c of c * tanh(scale * logits / c) (arXiv:2408.00118); 0 for none.
+        ignore_index: the label of rows without one.
+        label_smoothing: the share, 0 to 1, of the target that is spread over all classes.
+
+    Returns:
+        (losses, gradient): [T] in fp32, or fp64 for fp64, and [T, V] in the dtype of the logits.
+    """
+    return _by_torch(logits, target, scale, softcap, ignore_index, label_smoothing, None, True)
+
+
+def _refuse(logits: Tensor, scale: float) -> Note | None:
+    if logits.dtype == torch.float64:
+        return note("not-half-precision", detail="float64")
+    if scale <= 0:
+        return note("factor-not-positive", detail=scale)
+    return refuse_gpu(logits, made=torch.float16 if logits.dtype == torch.float32 else None)
+
+
+@row_losses.provider("triton", because="two reads and one write of the logits", refuses=_refuse)
+def _(logits, target, scale, softcap, ignore_index, label_smoothing):
+    return _by_template(logits.clone(), target, scale, softcap, ignore_index, label_smoothing, None, True)
+
+
+def runs_template(logits: Tensor, target: Tensor, scale: float, softcap: float) -> bool:
+    """Return whether the template computes with these logits: on a GPU, unless it failed its trial there."""
+    return logits.is_cuda and row_losses.choose((logits, target, scale, softcap, -100, 0.0)).name == "triton"
+
+
 def losses_and_gradient(
     logits: Tensor,
     target: Tensor,
@@ -206,24 +250,37 @@ def losses_and_gradient(
     factors: Tensor | None = None,
     gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row and, with `gradient`, d(sum of factors times losses)/d(logits) in the dtype of the logits.
+    """Return the loss of each row and, with `gradient`, that of the sum of factors times losses.
 
-    The logits may be overwritten.
+    Args:
+        logits: as all that follow, those of `row_losses`. They may be overwritten.
+        factors: [T], of each row's gradient, not of its loss; None for ones.
+        gradient: whether there is one.
+
+    Returns:
+        As `row_losses`; without `gradient` the second is the logits.
     """
-    if logits.is_cuda and scale > 0 and has_triton():
-        from tunecompile.templates import cross_entropy
+    compute = _by_template if runs_template(logits, target, scale, softcap) else _by_torch
+    return compute(logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient)
 
-        losses, _ = cross_entropy.loss_and_grad_(
-            logits,
-            target,
-            ignore_index=ignore_index,
-            softcap=softcap or None,
-            scale=scale,
-            label_smoothing=label_smoothing,
-            grad=gradient,
-            factors=factors,
-        )
-        return losses, logits
+
+def _by_template(logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient):
+    from tunecompile.templates import cross_entropy
+
+    losses, _ = cross_entropy.loss_and_grad_(
+        logits,
+        target,
+        ignore_index=ignore_index,
+        softcap=softcap or None,
+        scale=scale,
+        label_smoothing=label_smoothing,
+        grad=gradient,
+        factors=factors,
+    )
+    return losses, logits
+
+
+def _by_torch(logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient):
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     z, t = wide * scale if scale != 1.0 else wide, None
     if softcap:

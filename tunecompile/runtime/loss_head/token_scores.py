@@ -14,8 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from tunecompile._torch.autograd import no_autocast
 from tunecompile._torch.modules import linear
-from tunecompile.ir.op import has_triton
-from tunecompile.ops.linear_cross_entropy import add_product, chunk_rows
+from tunecompile.ops.linear_cross_entropy import add_product, chunk_rows, runs_template
 
 #: of a row's distribution: its entropy, log(sum of p^2), the mean of its logits, whether the label is the first maximum
 STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -142,7 +141,7 @@ def _statistics(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """(log-probabilities, statistics, gradient of the sum of factors times log-probabilities and rises times entropies,
     if `gradient`). The logits may be overwritten."""
-    if logits.is_cuda and scale > 0 and has_triton():
+    if runs_template(logits, labels, scale, softcap):
         from tunecompile.templates import cross_entropy
 
         losses, values = cross_entropy.statistics_and_grad_(
