@@ -370,6 +370,26 @@ def test_the_host_holds_what_is_sent_to_it(plain, others, layers, room, tail, ho
     assert choose([stack], room, tail, None).fits or not choice.fits
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    option,
+    st.lists(waiting, min_size=1, max_size=3),
+    st.lists(st.one_of(option, waiting), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(0, 500),
+    bytes_,
+    st.integers(0, 300),
+)
+def test_layers_without_a_choice_keep_what_they_have(plain, others, fixed, layers, room, tail, host):
+    """They ran already. What they sent to the host is no more room there for others, and may even be too much."""
+    stacks = [*(LayerRun(1, (each,)) for each in fixed), LayerRun(layers, (plain, *others))]
+    choice = choose(stacks, room, tail, host)
+    assert [option for (option,) in choice.options[: len(fixed)]] == fixed
+    sent, left = (sum(o.offloaded for o in part) for part in (fixed, choice.options[-1]))
+    assert left <= max(0, host - sent)
+    assert choice.peak == peak(choice.options, tail, choice.ahead) and choice.fits == (choice.peak <= room)
+
+
 def test_plans_in_words():
     plain = {"layers": 30, "recompute": [], "tiles": 1, "offload": False, "largest_stays": False}
     again = {**plain, "layers": 2, "recompute": ["mm 8x32", "mm 8x2"], "tiles": 4, "offload": True}
