@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections import defaultdict
 from functools import cache
@@ -42,6 +43,7 @@ class Lines:
     def begin(self) -> None:
         self.seen = defaultdict(set)
         if self.monitoring is None:
+            threading.settrace(self._trace)  # threads that begin from here on
             sys.settrace(self._trace)
         else:
             self.monitoring.restart_events()
@@ -49,6 +51,7 @@ class Lines:
 
     def end(self) -> dict[str, set[int]]:
         if self.monitoring is None:
+            threading.settrace(None)
             sys.settrace(None)
         else:
             self.monitoring.set_events(TOOL, 0)

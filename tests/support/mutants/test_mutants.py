@@ -4,11 +4,14 @@ import ast
 import gc
 import importlib.util
 import json
+import sys
+import threading
 
 from torch.fx import Graph
 
 import tunecompile.ir.nodes
 from tests.support.mutants.__main__ import Coverage
+from tests.support.mutants.lines import TOOL, Lines
 from tests.support.mutants.mutate import ROOT, Imported, Mutant, Planter, body_of, mutants_of, mutated
 
 FILE = "tunecompile/ir/nodes.py"
@@ -55,6 +58,22 @@ def test_a_function_is_changed_where_it_is_imported():
     assert (changed.__code__.co_filename, changed.__code__.co_firstlineno) in imported.ran
     assert imported.has_run(mutant) and not imported.has_run(outside)
     assert not imported.plant(mutant), "it ran while modules were imported: what it made is there"
+
+
+def test_lines_that_other_threads_run_are_those_of_the_test():
+    """Files are written and memory is pinned there: without, no test was shown a mutant of that."""
+    lines = Lines()
+    try:
+        lines.begin()
+        thread = threading.Thread(target=tunecompile.ir.nodes.node_arg, args=(Graph().placeholder("x"), 0))
+        thread.start()
+        thread.join()
+        found = lines.end()
+    finally:
+        if lines.monitoring is not None:
+            sys.monitoring.free_tool_id(TOOL)
+    begin = body_of(FILE, tunecompile.ir.nodes.node_arg.__code__.co_firstlineno + 2)
+    assert begin is not None and begin + 1 in found[FILE] and threading.gettrace() is None
 
 
 def test_tests_that_run_the_fewest_other_lines_come_first(tmp_path):
