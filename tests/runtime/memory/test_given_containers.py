@@ -8,7 +8,7 @@ from torch import nn
 
 import tunecompile
 from tests.support.notes import has
-from tunecompile.runtime.memory.given_containers import GivenContainers
+from tunecompile.runtime.memory.given_containers import GivenContainers, holds_containers
 
 
 class Layer(nn.Module):
@@ -153,3 +153,27 @@ def test_a_result_that_is_kept_as_it_is_returned_is_its_own():
         for ours, exact in zip(model.parameters(), reference.parameters()):
             torch.testing.assert_close(ours.grad, exact.grad, rtol=1e-5, atol=1e-7)
     assert has(tunecompile.report(model), "layers-not-repeated", reason="expose-tensors")
+
+
+def test_what_was_not_written_to_is_left_as_it_is():
+    """Each container is looked at by itself, those inside others and inside tuples as well."""
+    first, last, inner = [1, 2], {"x": 1}, []
+    given = GivenContainers(((first, (inner, 5)), {"last": last}))
+    copies = [1, 2], [], {"x": 1}
+    given.hand_over(((copies[0], (copies[1], 5)), {"last": copies[2]}))
+    copies[2]["y"] = copies[1]
+    first.append(3)  # by somebody else meanwhile
+    assert given.written
+    given.write_back()
+    assert first == [1, 2, 3] and inner == [] and last == {"x": 1, "y": inner} and last["y"] is inner
+    given.forget()
+    assert given.own == given.copies == []
+
+
+def test_calls_without_containers_make_no_copies():
+    x = torch.ones(1)
+    assert not holds_containers((x, 3, (x, "word")), {"mask": None}) and holds_containers((x, (x, [])), {})
+    assert holds_containers((), {"cache": {}}) and not holds_containers((), {})
+    given = GivenContainers(((x,), {}))
+    given.hand_over(((x, [1]), {}))
+    assert given.copies == [] and not given.written

@@ -34,7 +34,8 @@ class GivenContainers:
     def write_back(self) -> None:
         """Have the caller's hold what the copies hold: its own values where these were not replaced."""
         known = [_items(own) for own in self.own]
-        originals = {
+        originals: dict[int, Any] = {id(copied): own for own, copied in zip(self.own, self.copies)}
+        originals |= {
             id(given): kept for items, before in zip(known, self.before) for (_, kept), (_, given) in zip(items, before)
         }
         for own, copied, before in zip(self.own, self.copies, self.before):
