@@ -89,9 +89,7 @@ def apply(rewrite: Rewrite, graph: Graph) -> tuple[list[str], list[str]]:
     """
     matcher, made, reasons, places = Matcher(graph), set(), {}, []
     nodes = set(graph.nodes)
-    for anchor in matcher.anchors(rewrite.pattern):
-        if anchor not in nodes:  # an earlier match replaced it
-            continue
+    for anchor in matcher.anchors(rewrite.pattern):  # in order: earlier matches replaced nothing behind their anchors
         for match in matcher.at(rewrite.pattern, anchor):
             if made & set(match.nodes.values()):
                 continue

@@ -69,11 +69,7 @@ def expensive_nodes(graph: Graph) -> list[Node]:
     return [
         node
         for node in graph.nodes
-        if node.op == "call_function"
-        and node not in backward
-        and node_cost(node) is Cost.MATMUL
-        and not is_random(node)
-        and not _is_vector(node)
+        if node not in backward and node_cost(node) is Cost.MATMUL and not is_random(node) and not _is_vector(node)
     ]
 
 

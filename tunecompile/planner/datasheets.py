@@ -171,7 +171,7 @@ def find_gpu(text: str) -> GpuSpec:
                 known=", ".join(GPUS),
             )
         changes[key] = budget_bytes(value, HostGauge()) if key == "memory" else float(value)
-    if changes.get("tflops", 1) == 0 or changes.get("bandwidth", 1) == 0 or changes.get("pcie", 1) == 0:
+    if any(changes.get(figure) == 0 for figure in ("tflops", "bandwidth", "pcie")):
         raise UnknownGpu(given=text, reason="tflops, bandwidth and pcie are more than 0", known=", ".join(GPUS))
     return replace(
         known,

@@ -6,6 +6,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +49,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 @functools.cache
 def _once(device: torch.device, dtype: torch.dtype, precision: str) -> Rates:
-    current = torch.cuda.device(device if device.type == "cuda" else -1)  # events are recorded on its stream
-    with outside_compilation(), current:
+    with outside_compilation(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # of its events
         return _measured(device, dtype)
 
 

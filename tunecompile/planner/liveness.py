@@ -208,9 +208,7 @@ def is_fused(node: Node) -> bool:
 
 def _runs(node: Node) -> bool:
     """Whether a kernel is called here, or the graph ends."""
-    return node.op == "output" or (
-        node.op == "call_function" and node.target is not getitem and _viewed(node) is None and not is_fused(node)
-    )
+    return node.op == "output" or (node.op == "call_function" and node.target is not getitem and not is_fused(node))
 
 
 def _needs_memory(user: Node) -> bool:
