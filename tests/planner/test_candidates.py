@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tunecompile.ops.dora import adapted_norm
+from tunecompile.ops.lora import lora_linear
 from tunecompile.planner import candidates
 from tunecompile.planner.candidates import (
     CandidateCost,
@@ -107,6 +109,26 @@ def test_plans_in_tiles_come_late_and_recomputed_attention_last(monkeypatch):
     ]
 
 
+def returning(*sizes):
+    """A graph that returns results of so many elements."""
+    made = make_fx(lambda x: [x[: int(size)] * 2 for size in sizes], tracing_mode="fake")(torch.ones(64))
+    return made
+
+
+def test_norms_of_weights_are_no_products_to_recompute():
+    """They are a vector: to free it is next to nothing."""
+    graph = torch.fx.Graph()
+    given = [graph.placeholder(name) for name in ("weight", "a", "b")]
+    for node, shape in zip(given, ((8, 4), (2, 4), (8, 2))):
+        node.meta["val"] = torch.empty(shape)
+    norm = graph.call_function(adapted_norm.overload, (*given, 1.0, torch.float32))
+    product = graph.call_function(torch.ops.aten.mm.default, (given[2], given[1]))
+    pairs = graph.call_function(lora_linear.overload, ())
+    for node, value in ((norm, torch.empty(8)), (product, torch.empty(8, 4)), (pairs, (torch.empty(8), None))):
+        node.meta["val"] = value
+    assert expensive_nodes(graph) == [product, pairs]
+
+
 def test_what_is_read_off_two_lowered_graphs():
     """What the forward returns is held; beside it are what it needs while it runs, and what the backward needs."""
 
@@ -119,5 +141,9 @@ def test_what_is_read_off_two_lowered_graphs():
     rows = survey(graphs, [KEEP, RECOMPUTE])
     assert [row.plan for row in rows] == seen == [KEEP, RECOMPUTE]
     (row, _), tensor = rows, 8 * 64 * 4
+    assert survey(lambda plan: [returning(64, 32), returning(1)], [KEEP])[0].largest == 256, "twice the next"
+    assert survey(lambda plan: [returning(64, 33), returning(1)], [KEEP])[0].largest == 0
+    bare = [survey(lambda plan, made=made: [made, returning(1)], [KEEP])[0] for made in (returning(), returning(4 / 4))]
+    assert [(row.returned, row.largest) for row in bare] == [(0, 0), (4, 4)]
     assert (row.returned, row.largest, row.forward) == (tensor + 256, tensor, tensor - 256)
     assert row.backward == tensor + 4 and row.forward_work.products == row.backward_work.products == 2 * 8 * 64 * 64

@@ -1,12 +1,29 @@
 """What small graphs multiply, read and write, counted by hand."""
 
+from operator import getitem
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tunecompile.ir.op import OPS
-from tunecompile.planner.cost_model import GAP, GROUPED, RIDGE, SUSTAINED, Work, beside_layers, flops, graph_work
+from tunecompile.ir.op import OPS, Cost, aten_name
+from tunecompile.ops.experts.grouped_linear import grouped_lora_linear
+from tunecompile.ops.lora import lora_linear
+from tunecompile.ops.swiglu import gated_activation
+from tunecompile.planner.cost_model import (
+    GAP,
+    GROUPED,
+    RIDGE,
+    SUSTAINED,
+    Work,
+    beside_layers,
+    flops,
+    graph_work,
+    node_cost,
+    share_flops,
+)
 from tunecompile.planner.hardware import Rates
 
 N = 64
@@ -51,6 +68,50 @@ def test_attention_counts_by_itself():
 
     found = of(step, q, k, v)
     assert found.attention == 7 * 2 * (2 * 16 * 16 * 8) and found.products == 0
+    graph = Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(1, 2, 16, 8)
+    graph.call_function(torch.ops.aten._scaled_dot_product_flash_attention.default, (x, x, x))
+    assert graph_work(graph) == Work(attention=2 * 2 * (2 * 16 * 16 * 8), kernels=1), "it waits for no memory"
+
+
+def test_which_calls_are_dear_to_recompute():
+    """Products and attention. Of a backward the partitioner decides by itself."""
+    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+
+    def step(q, bias):
+        made = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return torch.autograd.grad((made @ made.mT + bias).sum(), q)
+
+    graph = make_fx(step, tracing_mode="fake")(q, torch.randn(16, 16)).graph
+    dear = {aten_name(node.target) for node in graph.nodes if node_cost(node) is Cost.MATMUL}
+    assert dear == {"_scaled_dot_product_flash_attention_for_cpu", "bmm"}
+    assert all(node_cost(node) in (Cost.MATMUL, None) for node in graph.nodes)
+    assert node_cost(Graph().call_function(gated_activation.overload, ())) is Cost.POINTWISE
+
+
+def test_experts_products_take_their_own_rate():
+    graph = Graph()
+    for name, shape in (("x", (48, 8)), ("w", (3, 8, 32)), ("ends", (3,))):
+        graph.placeholder(name).meta["val"] = torch.empty(shape)
+    call = graph.call_function(torch.ops.aten._grouped_mm.default, tuple(graph.nodes))
+    call.meta["val"] = torch.empty(48, 32)
+    moved, multiplied = 4 * (48 * 8 + 3 * 8 * 32 + 3 + 48 * 32), 2 * 48 * 8 * 32
+    assert graph_work(graph) == Work(grouped=multiplied, traffic=moved - multiplied // RIDGE, kernels=1)
+
+
+def test_products_in_fp8_have_twice_the_rate():
+    graph = Graph()
+    for name in ("a", "b"):
+        value = torch.empty(N, N, dtype=torch.float8_e4m3fn, device="meta")
+        graph.placeholder(name).meta["val"] = value.t() if name == "b" else value
+    for name in ("of_a", "of_b"):
+        graph.placeholder(name).meta["val"] = torch.empty((), device="meta")
+    given = tuple(graph.nodes)
+    call = graph.call_function(torch.ops.aten._scaled_mm.default, given, {"out_dtype": torch.bfloat16})
+    call.meta["val"] = torch.empty(N, N, dtype=torch.bfloat16, device="meta")
+    moved = 4 * N * N + 8 - PRODUCT // RIDGE
+    assert graph_work(graph) == Work(PRODUCT // 2, traffic=moved, kernels=1)
 
 
 def test_milliseconds():
@@ -58,9 +119,16 @@ def test_milliseconds():
     plain = Rates(flops=100.0, copy=1.0, bandwidth=10.0, attention=10.0)
     assert done.math_ms(plain) == pytest.approx((8.7 + 8.7) / SUSTAINED)
     assert done.ms(plain, scale=2.0) == pytest.approx(2 * (done.math_ms(plain) + 5.0))
+    assert done.ms(plain) == pytest.approx(done.math_ms(plain) + 5.0)
     gapped = Rates(100.0, 1.0, 10.0, 10.0, launches=True)
     assert done.ms(gapped) == pytest.approx(done.ms(plain) + 2 * GAP)
     assert done + Work(1, 1, 1, 1) == Work(871, 88, 51, 3) and done.flops == 957
+
+
+def test_shares_are_those_of_whole_steps():
+    """Of an H200, of an H100's 791 TFLOP/s, and operations a byte that hide what an H200's products read."""
+    assert 0.90 <= SUSTAINED <= 0.97 and 0.0035 <= GAP <= 0.004
+    assert 450 / 791 < GROUPED < 530 / 791 and RIDGE == pytest.approx(690 / 4.1, rel=0.1)
 
 
 def test_grouped_products_take_longer_than_others():
@@ -133,3 +201,132 @@ def test_our_ops_of_documents_count_alike(name, window, keys):
     forward = graph.call_function(ours[name], asked)
     backward = graph.call_function(ours[f"{name}_backward"], (out, *asked, out, q))
     assert (flops(forward), flops(backward)) == (4 * 64 * 4 * 16 * keys, 10 * 64 * 4 * 16 * keys)
+
+
+LAUNCH = torch.ops.higher_order.triton_kernel_wrapper_functional
+MATRIX = 2 * 16 * 8 * 4  #: operations of `mm` below
+ADAPTED = 2 * 16 * 8 * 12  #: of the adapted linear
+
+
+class Lowered:
+    """A graph with an op's call, and what it became."""
+
+    def __init__(self):
+        self.graph = Graph()
+
+    def input(self, *shape):
+        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+        node.meta["val"] = torch.empty(shape)
+        return node
+
+    def launch(self, **given):
+        """A launch with tensors of so many bytes; a node stands for itself."""
+        tensors = {n: self.input(v // 4) if isinstance(v, int) else v for n, v in given.items()}
+        return self.graph.call_function(LAUNCH, (), {"kernel_idx": 0, "kwargs": {**tensors, "width": 7}})
+
+    def product(self):
+        node = self.graph.call_function(torch.ops.aten.mm.default, (self.input(16, 8), self.input(8, 4)))
+        node.meta["val"] = torch.empty(16, 4)
+        return node
+
+    def adapted(self):
+        x, w, a, b = (self.input(*shape) for shape in ((16, 8), (12, 8), (2, 8), (12, 2)))
+        return self.graph.call_function(lora_linear.overload, (x, [], [w], [], [a], [b], [1.0], torch.float32))
+
+
+def work_of(node):
+    """The work of one launch, in a graph of its own."""
+    alone = Graph()
+    given = {name: alone.placeholder(name) for name in node.kwargs["kwargs"]}
+    for name, value in given.items():
+        value.meta["val"] = getattr(node.kwargs["kwargs"][name], "meta", {}).get("val")
+    alone.call_function(LAUNCH, (), {"kwargs": given}).meta.update(node.meta)
+    return graph_work(alone)
+
+
+def test_launches_share_what_products_beside_them_leave():
+    """By bytes; what is left over by rounding is the last one's, and no operation is lost."""
+    lowered = Lowered()
+    call, beside = lowered.adapted(), lowered.product()
+    first, last = lowered.launch(x=4000, y=4000), lowered.launch(x=4000)
+    assert flops(call) == ADAPTED
+    share_flops(call, [beside, first, last])
+    rest = ADAPTED - MATRIX
+    assert rest % 3, "a case that has to be rounded"
+    assert work_of(first) == Work(rest * 2 // 3, traffic=8000 - rest * 2 // 3 // RIDGE, kernels=1)
+    assert work_of(last).products == rest - rest * 2 // 3
+    alone = lowered.launch(x=4000)
+    share_flops(call, [lowered.product(), lowered.product(), lowered.product(), lowered.product(), alone])
+    assert work_of(alone) == Work(traffic=4000, kernels=1), "nothing is left to it"
+
+
+def test_a_tensor_that_a_launch_is_given_twice_moves_once():
+    lowered = Lowered()
+    both = lowered.input(1000)
+    lowered.launch(x=both, y=both)
+    assert graph_work(lowered.graph) == Work(traffic=4000, kernels=1)
+
+
+def test_a_launch_that_multiplies_long_enough_hides_what_it_reads():
+    lowered = Lowered()
+    launch = lowered.launch(x=ADAPTED // RIDGE // 4 * 4)
+    share_flops(lowered.adapted(), [launch])
+    assert work_of(launch) == Work(ADAPTED, kernels=1)
+
+
+def test_grouped_products_and_attention_are_counted_as_such():
+    lowered = Lowered()
+    x, weight, offsets = lowered.input(16, 8), lowered.input(3, 12, 8), lowered.input(3)
+    call = lowered.graph.call_function(grouped_lora_linear.overload, (x, weight, offsets, [], [], [], False, None))
+    launch = lowered.launch(x=4000)
+    share_flops(call, [launch])
+    assert work_of(launch) == Work(grouped=2 * 16 * 8 * 12, traffic=4000 - 2 * 16 * 8 * 12 // RIDGE, kernels=1)
+    ours = next(op.overload for op in OPS.values() if op.name == "attention_in_rows")
+    q, k, v = (lowered.input(64, 2, 16) for _ in range(3))
+    call = lowered.graph.call_function(ours, (q, k, v, lowered.input(5), 10, 0.25, 0, None, True, 0.0))
+    launch = lowered.launch(x=4000)
+    share_flops(call, [launch])
+    assert work_of(launch) == Work(attention=4 * 64 * 2 * 16 * 10, kernels=1), "it waits for no memory"
+
+
+def test_other_ops_launch_nothing_that_multiplies():
+    lowered = Lowered()
+    launch = lowered.launch(x=4000)
+    gate = lowered.graph.call_function(gated_activation.overload, (lowered.input(16, 8), lowered.input(16, 8), "silu"))
+    share_flops(gate, [launch])
+    assert work_of(launch) == Work(traffic=4000, kernels=1)
+    share_flops(lowered.adapted(), [lowered.product()])  # without a launch there is none to note it on
+
+
+def test_between_launches_fused_code_reads_again():
+    """What one wrote into memory, the next kernel has to read."""
+    lowered = Lowered()
+    x = lowered.input(1000)
+
+    def add():
+        node = lowered.graph.call_function(torch.ops.aten.add.Tensor, (x, 1))
+        node.meta["val"] = torch.empty(1000)
+        return node
+
+    read = [add(), add()]
+    launch = lowered.launch(x=1000)
+    read += [add()]
+    lowered.graph.output(tuple(read))
+    assert graph_work(lowered.graph) == Work(traffic=3 * 4000 + 1000 + 2 * 4000, kernels=3)
+    lowered.graph.erase_node(launch)
+    assert graph_work(lowered.graph) == Work(traffic=4 * 4000, kernels=1)
+
+
+def test_a_backward_multiplies_only_for_the_gradients_that_are_read():
+    """An op is told which of its results are: frozen experts need no gradient of theirs."""
+    lowered = Lowered()
+    shapes = (16, 12), (16, 8), (3, 12, 8), (3,)
+    grad, x, weight, offsets = (lowered.input(*shape) for shape in shapes)
+    given = (grad, x, weight, offsets, [], [], [], False, None, lowered.input(16, 0))
+    call = lowered.graph.call_function(grouped_lora_linear.backward_op.overload, given)
+    call.meta["val"] = [torch.empty(16, 8), torch.empty(3, 12, 8)]
+    results = [lowered.graph.call_function(getitem, (call, at)) for at in range(2)]
+    lowered.graph.output((results[0],))
+    assert flops(call) == 2 * 16 * 8 * 12
+    lowered.graph.output_node().args = (tuple(results),)
+    assert flops(call) == 2 * 2 * 16 * 8 * 12

@@ -1,8 +1,11 @@
 """Datasheets: what is read of them, and what they are taken to mean."""
 
 import pytest
+import torch
 
+from tunecompile._torch.card import CARDS
 from tunecompile.errors import UnknownGpu
+from tunecompile.planner import datasheets
 from tunecompile.planner.datasheets import GPUS, DatasheetGauge, find_gpu
 from tunecompile.planner.device_memory import HostGauge
 
@@ -40,7 +43,7 @@ def test_a_datasheet_of_the_users_own():
         835,
         GPUS["h100"].bandwidth,
     ) and "memory=94GiB" in gpu.title
-    assert not find_gpu("h200,pcie=32").measured
+    assert not find_gpu("h200,pcie=32").measured and find_gpu("h200,nvlink=0").nvlink == 0
     assert (
         DatasheetGauge(gpu).available() < DatasheetGauge(gpu).total() == gpu.memory
         and DatasheetGauge(gpu).allocated() == 0
@@ -54,6 +57,8 @@ def test_a_datasheet_of_the_users_own():
         ("h100,vram=3GiB", "no figure"),
         ("h100,memory=94", "no figure"),
         ("h100,tflops=0", "more than 0"),
+        ("h100,bandwidth=0", "more than 0"),
+        ("h100,nvlink=0,pcie=0", "more than 0"),
         ("h100,tflops=fast", "no figure"),
         ("", "no datasheet"),
     ],
@@ -66,3 +71,49 @@ def test_wrong_figures_are_refused(text, says):
 
 def test_the_host_has_all_of_its_memory():
     assert HostGauge().available() == HostGauge().total() > 2**28
+
+
+#: bits of the memory's bus and 1e9 bits a second of each
+PINS = {
+    **{"b200": (8192, 7.8), "h200": (6144, 6.25), "h100": (5120, 5.23), "h100-pcie": (5120, 3.125)},
+    **{
+        "h100-nvl": (6144, 5.08),
+        "a100-80": (5120, 3.19),
+        "a100-40": (5120, 2.43),
+        "l40s": (384, 18),
+        "l4": (192, 12.5),
+    },
+    **{"a10": (384, 12.5), "t4": (256, 10), "rtx6000-ada": (384, 20), "rtx5090": (512, 28), "rtx4090": (384, 21)},
+    **{"rtx3090": (384, 19.5)},
+}
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
+def test_links_are_those_of_a_generation(gpu):
+    """A slip in a figure: memory reads as its pins do, PCIe and NVLink come in generations and links."""
+    bits, each = PINS[gpu.name]
+    assert gpu.bandwidth * 1e12 == pytest.approx(bits / 8 * each * 1e9, rel=0.015)
+    capability = CARDS[gpu.name].capability
+    assert gpu.pcie == (16 if capability < (8, 0) else 32 if capability < (9, 0) else 64)
+    assert gpu.nvlink % 25 == 0 and gpu.nvlink <= (0 if bits < 5000 else 900 if capability >= (10, 0) else 450)
+
+
+def test_a_gpu_that_is_absent_is_empty_but_for_the_libraries():
+    gauge = DatasheetGauge(GPUS["h200"])
+    assert gauge.peak() == (0, 0) and gauge.failures() == 0
+    assert 850 << 20 <= gauge.outside() <= 910 << 20 and gauge.available() == gauge.total() - gauge.outside()
+
+
+def test_rates_are_those_of_the_card_that_a_gpu_behaves_as(monkeypatch):
+    """A CPU behaves as itself."""
+    monkeypatch.setattr(datasheets, "measure_rates", lambda device, dtype: (device, dtype))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    for card, expected in (("rtx4090", GPUS["rtx4090"].rates), (None, (cuda, torch.float16))):
+        monkeypatch.setattr(datasheets, "emulated", lambda card=card: card)
+        assert datasheets.rates_of(cuda, torch.float16) == expected
+        assert datasheets.rates_of(cpu, torch.float16) == (cpu, torch.float16)
+
+
+def test_rings_take_the_link_that_is_there():
+    assert GPUS["h100"].link == pytest.approx(360e6) and GPUS["l4"].link == pytest.approx(0.6 * 32e6)
+    assert GPUS["t4"].dtype is torch.float16 and GPUS["a10"].dtype is GPUS["a100-80"].dtype is torch.bfloat16

@@ -7,7 +7,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tunecompile.planner import liveness
-from tunecompile.planner.liveness import _member, extent, workspace
+from tunecompile.planner.liveness import _member, extent, tensor_bytes, workspace
 
 N = 64
 SQUARE = N * N * 4
@@ -164,3 +164,17 @@ def test_the_backward_of_attention_needs_more_than_its_results(monkeypatch):
     assert workspace(attention(4, backward)) == elements * (4 + 4)
     assert workspace(attention(2, backward)) == elements * (4 + 3 * 4)
     assert workspace(attention(4, forward)) == 0 == workspace(Graph().call_function(torch.ops.aten.mm.default, ()))
+
+
+def test_each_result_of_a_call_is_in_memory_of_its_own():
+    """As long as it is read, and no longer."""
+
+    def fn(a, b):
+        values, places = a.topk(N // 2)
+        return values @ values.t(), (places + 1) @ places.t()
+
+    half = SQUARE // 2
+    found = peak(fn)
+    assert found.pieces == (2 * SQUARE, SQUARE), "whole numbers have 8 bytes"
+    assert found.peak == 2 * half + 2 * half + SQUARE + 2 * SQUARE
+    assert tensor_bytes(None) == tensor_bytes(3) == 0

@@ -138,3 +138,86 @@ def test_attention_is_not_recomputed_of_what_is_not_there(other, place):
     before = str(backward)
     assert recompute_in_backward(forward, backward, 1) == 0 and str(backward) == before
     assert len(forward.output_node().args[0]) == 6
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_the_call_reads_is_made_before_the_first_reader_of_its_output(masked):
+    """A product reads the output, of which attention's backward reads a view, before the backward makes k of two calls.
+    Scale and mask have no place among the arguments, only names."""
+    torch.manual_seed(0)
+    inputs, tangent, mask = [torch.randn(1, 2, 8, 16) for _ in range(3)], torch.randn(1, 2, 8, 16), torch.randn(8, 8)
+    forward, backward = graphs = forward_and_backward(False)
+    (call,) = (node for node in forward.nodes if node.target is ATTENTION)
+    (reader,) = (node for node in backward.nodes if node.target is BACKWARD)
+    given = {node.name: node for node in backward.nodes if node.op == "placeholder"}
+    (out,) = (node for node in given.values() if node is reader.args[4])
+    with backward.inserting_before(next(node for node in backward.nodes if node.op != "placeholder")):
+        early = backward.call_function(torch.mul, (out, 5))
+    with backward.inserting_before(reader):
+        k = backward.call_function(torch.neg, (backward.call_function(torch.neg, (reader.args[2],)),))
+        seen = backward.call_function(torch.ops.aten.view.default, (out, [1, 2, 8, 16]))
+    causal = not masked
+    reader.args = (*reader.args[:2], k, reader.args[3], seen, reader.args[5], 0.0, causal)
+    call.args, call.kwargs = (*call.args[:4], causal), {"scale": 0.3}
+    reader.kwargs = {"scale": 0.3}
+    backward.output_node().args = ((*backward.output_node().args[0], early),)
+    if masked:
+        for graph, user in zip(graphs, (call, reader)):
+            with graph.inserting_before(next(iter(graph.nodes))):
+                user.kwargs = {"attn_mask": graph.placeholder("mask"), "scale": 0.3}
+    results = forward.output_node()
+    results.meta["desc"] = [str(value) for value in results.args[0]]
+
+    def run():
+        first, last = (GraphModule({}, graph) for graph in graphs)
+        result, *saved = first(*([mask] if masked else []), *inputs)
+        return result, *last(*([mask] if masked else []), *saved, tangent)
+
+    expected = run()
+    assert recompute_in_backward(*graphs, 1) == 1
+    backward.lint()
+    assert all(map(torch.equal, run(), expected))
+    assert results.meta["desc"] == [str(value) for value in results.args[0]] and len(results.args[0]) == 5
+    assert out not in backward.nodes and early.all_input_nodes[0].target is getitem
+
+
+def test_a_mask_that_the_backward_does_not_have():
+    forward, backward = forward_and_backward(False)
+    (call,) = (node for node in forward.nodes if node.target is ATTENTION)
+    with forward.inserting_before(next(iter(forward.nodes))):
+        call.kwargs = {"attn_mask": forward.placeholder("mask")}
+    before = str(backward)
+    assert recompute_in_backward(forward, backward, 1) == 0 and str(backward) == before
+
+
+def test_attention_without_a_backward_of_its_own_is_saved():
+    """Of what others make of the output nothing tells q, k and v. A number among what is saved is no attention."""
+    forward, backward = forward_and_backward(False)
+    (reader,) = (node for node in backward.nodes if node.target is BACKWARD)
+    reader.replace_all_uses_with(backward.find_nodes(op="placeholder")[0])
+    backward.erase_node(reader)
+    forward.output_node().args = ((*forward.output_node().args[0], 8),)
+    assert recompute_in_backward(forward, backward, 1) == 0 and len(forward.output_node().args[0]) == 7
+
+
+def test_attention_that_draws_random_numbers_and_other_calls_are_not_recomputable():
+    graph = Graph()
+    x = graph.placeholder("q")
+    names = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward", "mm")
+    calls = {
+        rate: graph.call_function(getattr(torch.ops.aten, names[0]).default, (x, x, x, rate)) for rate in (0.0, 0.1)
+    }
+    assert [rate for rate, call in calls.items() if is_recomputable(call)] == [0.0]
+    assert is_recomputable(graph.call_function(getattr(torch.ops.aten, names[0]).default, (x, x, x))), "by default"
+    sums = (x, 8, 8, 0.0, False, x, x)
+    other = graph.call_function(getattr(torch.ops.aten, names[1]).default, (x, x, x, x, x, x, None, None, *sums))
+    assert not is_recomputable(other) and not is_recomputable(x)
+
+
+def test_the_sums_of_attention_are_never_made_again():
+    """Whatever a backward reads them as: the call's first result would take their place."""
+    forward, backward = forward_and_backward(False)
+    (reader,) = (node for node in backward.nodes if node.target is BACKWARD)
+    out, sums = reader.args[4:6]
+    reader.args = (*reader.args[:4], sums, out, *reader.args[6:])
+    assert recompute_in_backward(forward, backward, 1) == 0 and len(forward.output_node().args[0]) == 6

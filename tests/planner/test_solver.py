@@ -158,6 +158,11 @@ def test_gradients_come_as_what_layers_hold_goes(options, tail):
         (2, 2),
         (1.0, HostGauge().total()),
         ("512mib", 512 * 2**20),
+        ("2TB", 2 * 10**12),
+        ("2 kB", 2000),
+        ("3MB", 3 * 10**6),
+        ("1TiB", 2**40),
+        ("3KiB", 3 * 2**10),
         (10**9, 10**9),
         (0.5, HostGauge().total() // 2),
         (None, None),
@@ -168,7 +173,7 @@ def test_budgets(spec, expected):
     assert budget_bytes(spec, HostGauge()) == expected
 
 
-@pytest.mark.parametrize("spec", ["20", "much", "GiB", -1, 0, 0.0, 1.5, True, "0GiB", [1]])
+@pytest.mark.parametrize("spec", ["20", "much", "GiB", -1, 0, 1, 0.0, 1.5, True, "0GiB", [1]])
 def test_what_is_no_budget(spec):
     with pytest.raises(UnknownBudget, match="is no budget"):
         budget_bytes(spec, HostGauge())

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tunecompile.planner.candidates import CandidateCost
-from tunecompile.planner.cost_model import Work
+from tunecompile.planner.cost_model import SUSTAINED, Work
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, LayerRun, Plan, PlanOption, choose
 from tunecompile.planner.step_plan import (
@@ -13,7 +13,9 @@ from tunecompile.planner.step_plan import (
     RegionCandidates,
     RegionRun,
     StepRequest,
+    count_options,
     leave_room_for_graphs,
+    recomputed_names,
     solve,
     solve_from_here,
 )
@@ -228,3 +230,88 @@ def test_layers_that_ran_tell_kinds_apart_and_leave_recordings_to_others():
     assert runs[0].options == (replace(told, plan=KEEP),) and runs[1].options == (first,) and other in runs[2].options
     waiting = request(3, saving=5000.0, spare=100, ran=(replace(first, offloaded=10), None, None))
     assert options(solve(waiting))[0].offloaded == 10
+
+
+def test_layers_in_running_order_and_those_that_were_not_surveyed():
+    """They are taken to be like the first region that was, unless every region had its chance."""
+    other = RegionCandidates(ROWS[:2], 8)
+    asked = request(0, runs=(RegionRun(2, 2), RegionRun(3, 1), RegionRun(1, 1)), all_seen=False)
+    asked = replace(asked, candidates={1: asked.candidates[1], 2: other})
+    assert asked.layers() == [other, other, asked.candidates[1], asked.candidates[1]]
+    runs = asked.layer_runs()
+    assert [len(run.options) for run in runs] == [2, 3, 3] and [run.layers for run in runs] == [2, 1, 1]
+    assert [{option.kind for option in run.options} for run in runs] == [{2}, {3}, {1}]
+    assert len(replace(asked, all_seen=True).layer_runs()[1].options) == 1
+
+
+def test_what_a_plan_recomputes_in_words():
+    """A graph may have fewer values than a plan of another one numbers."""
+    names = ("mm 8x2", "mm 8x4", "mm 8x8")
+    assert (
+        recomputed_names(Plan(frozenset({2, 0, 3})), names) == ("mm 8x2", "mm 8x8")
+        and recomputed_names(KEEP, names) == ()
+    )
+    assert recomputed_names(RECOMPUTE, names) == ("everything",)
+    assert recomputed_names(Plan(None, attention=True), names) == ("everything", "attention")
+
+
+def test_how_many_layers_follow_each_plan():
+    kept = PlanOption(KEEP, 50, 0, 0, 0.0)
+    gone, largest = replace(kept, held=0, offloaded=50), replace(kept, held=30, offloaded=20)
+    again = PlanOption(Plan(frozenset({0}), 4), 10, 0, 0, 1.0)
+    chosen = [(kept, "a"), (again, ["x"]), (gone, "a"), (largest, "a"), (again, ["x"]), (again, ["y"])]
+    found = [tuple(entry.values()) for entry in count_options(chosen)]
+    assert found == [
+        ([], 1, False, False, 1),
+        (["x"], 4, False, False, 2),
+        ([], 1, True, False, 1),
+        ([], 1, True, True, 1),
+        (["y"], 4, False, False, 1),
+    ]
+    assert list(count_options(chosen)[0]) == ["recompute", "tiles", "offload", "largest_stays", "layers"]
+
+
+def test_attention_that_was_timed_takes_its_own_rate():
+    rows = (replace(ROWS[0], forward_work=Work(0, 100), backward_work=Work(0, 200)),)
+    plain = RegionCandidates(rows, 8)
+    timed, machine = replace(plain, attention=50.0), Rates(1.0, 2.0, 3.0, 4.0)
+    assert plain.rates(machine) == machine and timed.rates(machine) == replace(machine, attention=50.0)
+    made = solve(request(1, candidates={1: timed}, rates=machine))
+    assert made.choice.work == pytest.approx(300 / 50.0 / SUSTAINED)
+
+
+@pytest.mark.parametrize("room, kept", [(70, 1), (100, 2), (119, 3)])
+@pytest.mark.parametrize("held", [0, 20])
+def test_a_mixture_of_plans_leaves_room_for_recordings(room, kept, held):
+    """As many layers keep all as can be recorded in a part of the room: neither copies, nor one plan for all."""
+    options = (
+        PlanOption(KEEP, 30, 0, 0, 0.0),
+        PlanOption(KEEP, held, 0, 0, 0.5, offloaded=30 - held),
+        PlanOption(RECOMPUTE, 10, 0, 0, 10.0),
+    )
+    runs = [LayerRun(4, options)]
+    fastest = choose(runs, room)
+    assert fastest.offloads
+    made, short = leave_room_for_graphs(fastest, runs, room, 0, 35.0)
+    assert [option.held for option in made.options[0]] == [10] * (4 - kept) + [30] * kept and not short
+
+
+def test_recordings_save_in_both_passes_of_a_step():
+    """What they save of the forwards is known, and backwards save as much: less than that has to be lost by a plan."""
+    tight = request(1, checkpointed=False, available=1095, rates=Rates(1 / SUSTAINED, 1.0))
+    for saving, plan in ((57.0, KEEP), (59.0, HALF)):  # 50 ms for the 3 / 7 of the graphs that lack room
+        made = solve(replace(tight, saving=saving))
+        assert [option.plan for option in made.choice.options[0]] == [plan], saving
+        assert made.saving == saving and not made.short
+
+
+def test_checkpoints_of_layers_that_save_no_more_than_they_return():
+    rows = (CandidateCost(KEEP, 8, 0, 5, 45, Work(), Work()),)
+    assert request(3, candidates={1: RegionCandidates(rows, 8, passed=10)}).checkpointed_peak() == 30 + 45
+
+
+def test_a_region_of_which_nothing_else_is_known():
+    """It has no frozen weights to keep, and hands on nothing."""
+    made = solve(request(2, candidates={1: RegionCandidates(ROWS, 8)}, keeps_weights=True, checkpointed=False))
+    assert made.weights == 0 and {(o.plan, o.passed, o.gradients) for o in made.choice.options[0]} == {(KEEP, 0, 0)}
+    assert request(2, candidates={1: RegionCandidates(ROWS, 8)}).checkpointed_peak() == 50 + 10

@@ -1,0 +1,86 @@
+"""The parts of the search: limits for the host, and what is done with memory that is left."""
+
+from dataclasses import replace
+
+from tunecompile.planner.solver import (
+    AHEAD,
+    KEEP,
+    KEEP_WEIGHTS,
+    RECOMPUTE,
+    Assignment,
+    LayerRun,
+    Plan,
+    PlanOption,
+    _shares,
+    _use_up,
+    choose,
+    peak,
+)
+
+
+def sent(*offloaded):
+    """Options that send so many bytes to the host."""
+    return tuple(PlanOption(KEEP, 0, 0, 0, 0.0, offloaded=nbytes) for nbytes in offloaded)
+
+
+def test_limits_on_what_a_layer_sends_are_few():
+    """From an equal share up, each half as much again; what fits in the share needs no limit of its own."""
+    assert _shares([LayerRun(1, sent(0, 10, 12, 20, 29)), LayerRun(3, sent(30, 45))], 40) == [10, 12, 20, 30, 45]
+    assert _shares([LayerRun(2, sent(5, 20))], 40) == [20] and _shares([LayerRun(2, sent(5, 21))], 40) == [20, 21]
+
+
+def moved(options, room, host, layers=5):
+    """The options of layers that all followed the first, once what is left was used."""
+    taken = ((options[0],) * layers,)
+    start = Assignment(taken, peak(taken, 0), True)
+    made = _use_up(start, [LayerRun(layers, options)], room, 0, host)
+    assert made.peak == peak(made.options, 0) <= room and made.waiting <= host and made.fits
+    return [options.index(option) for option in made.options[0]]
+
+
+def test_memory_that_is_left_goes_where_it_saves_most_a_byte():
+    """Not to the layer that saves most: the others would find nothing. Later layers come first."""
+    slow, some, all_ = (PlanOption(KEEP, held, 0, 0, ms) for held, ms in ((0, 10.0), (2, 4.0), (100, 1.0)))
+    assert moved((slow, some, all_), 100, 0) == [1, 1, 1, 1, 1]
+    assert moved((slow, some, all_), 108, 0) == [1, 1, 1, 1, 2]
+    assert moved((slow, some, all_), 5, 0) == [0, 0, 0, 1, 1] and moved((slow, some, all_), 4, 0) == [0, 0, 0, 1, 1]
+    on_host = tuple(replace(option, held=0, offloaded=option.held) for option in (slow, some, all_))
+    assert moved(on_host, 10**6, 107) == [1, 1, 1, 1, 1] and moved(on_host, 10**6, 108) == [1, 1, 1, 1, 2]
+
+
+def test_plans_as_text_tell_all_that_differs():
+    """They are part of the keys of compiled code: two plans of one key would run each other's."""
+    plans = (
+        Plan(),
+        Plan(None),
+        Plan(frozenset({10, 2})),
+        Plan(tiles=4),
+        Plan(weights=True),
+        Plan(None, attention=True),
+    )
+    assert [plan.key for plan in plans] == ["", "all", "2,10", " in 4", " with weights", "all and attention"]
+    assert Plan(frozenset({1}), 16, True, True).key == "1 in 16 with weights and attention"
+    assert [plan.key for plan in (KEEP, RECOMPUTE, KEEP_WEIGHTS)] == ["", "all", " with weights"]
+
+
+def test_all_runs_of_layers_stay_in_the_plan():
+    """One layer of one run is made faster at a time."""
+    slow, fast = PlanOption(KEEP, 0, 0, 0, 10.0), PlanOption(KEEP, 2, 0, 0, 4.0)
+    stacks = [LayerRun(count, (slow, fast)) for count in (1, 2, 1, 3)]
+    start = Assignment(tuple((slow,) * stack.layers for stack in stacks), 0, True)
+    made = _use_up(start, stacks, 6, 0, 0)
+    assert [len(run) for run in made.options] == [1, 2, 1, 3]
+    assert sum(option is fast for run in made.options for option in run) == 3 and made.peak == 6
+    assert made.options[:2] == ((fast,), (fast, fast))
+
+
+def test_options_of_two_kinds_of_layers_are_equal_where_they_cost_the_same():
+    """They are moved in turn, like layers of one kind."""
+    first, other = (PlanOption(KEEP, 10, 1, 2, 3.0, kind=kind) for kind in (1, 2))
+    assert first == other and hash(first) == hash(other) and first != replace(first, gradients=1)
+
+
+def test_where_nothing_is_copied_copies_may_go_as_far_ahead_as_ever():
+    made = choose([LayerRun(2, (PlanOption(KEEP, 10, 0, 0, 0.0),))], 5)
+    assert not made.fits and made.ahead == AHEAD and not made.offloads
+    assert replace(made, options=(sent(1),)).offloads
