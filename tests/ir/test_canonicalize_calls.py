@@ -200,6 +200,8 @@ def test_reshapes_of_pairs():
     for source in (torch.stack, torch.view_as_real):
         node, found = reshaped(source, pairs, joined)
         assert found == ("call_method", "flatten", (node.args[0], -2, -1), {})
+    node, found = reshaped(torch.stack, torch.empty(3, 2), torch.empty(6))
+    assert found == ("call_method", "flatten", (node.args[0], -2, -1), {}), "of a vector, too"
     into = (torch.view_as_complex, ("@1",), {})
     node, found = reshaped(torch.sin, joined, pairs, into)
     assert found == ("call_method", "unflatten", (node.args[0], -1, (-1, 2)), {})

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph
 
-from tunecompile.ir.nodes import first_of, is_barrier, is_disturbed, is_mutation, node_arg
+from tunecompile.ir.nodes import first_of, is_barrier, is_disturbed, is_mutation, node_arg, outputs_read
 
 add_, add = torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
 
@@ -110,3 +110,15 @@ def test_what_is_written_by_name_counts():
     x.meta["example_value"] = torch.ones(2, dtype=torch.int64)
     graph.call_function(torch.add, (x, x), {"out": graph.placeholder("y")})
     assert is_disturbed(x, graph.call_function(torch.sin, (x,)), whole_numbers=False)
+
+
+def test_which_results_of_a_call_are_read():
+    """A result that is taken out of it and left alone is not, and what reads the whole takes none out."""
+    graph = Graph()
+    call = graph.call_function(torch.topk, (graph.placeholder("x"), 2))
+    call.meta["val"] = (1, 2, 3)
+    second, _ = (graph.call_function(operator.getitem, (call, place)) for place in (1, 2))
+    assert outputs_read(call) == (False, False, False)
+    whole = graph.call_function(len, (call, 0))
+    graph.output((second, whole))
+    assert outputs_read(call) == (False, True, False)

@@ -1,11 +1,15 @@
 """What torch is told of an op."""
 
+import types
+
 import pytest
 import torch
 from torch import Tensor
 
 from tunecompile.errors import InvalidOp
-from tunecompile.ir.op import OPS, Cost, op
+from tunecompile.ir import op as ir_op
+from tunecompile.ir.op import OPS, Cost, has_triton, op, refuse_gpu, refuse_spills
+from tunecompile.ir.pretend_gpu import as_on_gpu
 
 
 def test_torch_may_trace_every_op():
@@ -100,3 +104,56 @@ def test_a_backward_takes_the_gradients_and_what_is_saved():
     with pytest.raises(InvalidOp, match=r"takes \('y',\) behind 1 incoming gradients, but saves=\('x',\)"):
         op_test_scaled.backward(saves=("x",), gives=("x",))(op_test_wrong_backward)
     assert op_test_scaled.backward_op is None
+
+
+def on_a_gpu(dtype=torch.float16):
+    return types.SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda", 0))
+
+
+def refused(*tensors, **options):
+    """The code of the reason, and its detail."""
+    reason = refuse_gpu(*tensors, **options)
+    return reason and (reason.code, str(reason))
+
+
+def test_what_templates_refuse(monkeypatch):
+    """Whatever is on a CPU, wide, in bfloat16 where that is emulated, and all where Triton is missing."""
+    there = {"bfloat16": True, "triton": True}
+    monkeypatch.setattr(ir_op, "has_bfloat16", lambda device: there["bfloat16"])
+    monkeypatch.setattr(ir_op, "has_triton", lambda: there["triton"])
+    half, narrow, wide = map(on_a_gpu, (torch.float16, torch.bfloat16, torch.float32))
+    assert refused(half, narrow) is None and refused() is None
+    assert refused(half, torch.ones(1))[0] == "not-on-gpu"
+    assert refused(half, wide) == ("not-half-precision", "in float32, not in half precision")
+    assert refused(wide, made=torch.bfloat16) is None, "packed weights"
+    there["bfloat16"] = False
+    assert refused(half, narrow)[0] == refused(half, made=torch.bfloat16)[0] == "gpu-without-bfloat16"
+    assert refused(half, half) is None
+    there["triton"] = False
+    assert refused(half)[0] == "no-triton" and refused(half, triton=False) is None
+    with as_on_gpu():
+        assert refuse_gpu(torch.ones(1, dtype=torch.half), triton=False) is None
+    assert refuse_gpu(torch.ones(1, dtype=torch.half), triton=False).code == "not-on-gpu"
+
+
+@pytest.mark.parametrize("hip, warp, code", [("6.4", 32, "registers-spill"), ("6.4", 64, None), (None, 32, None)])
+def test_kernels_that_fill_the_registers_are_refused_on_small_cards(hip, warp, code, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(ir_op, "warp_size", lambda device: warp)
+    found = refuse_spills(on_a_gpu())
+    assert (found and found.code) == code and refuse_spills(torch.ones(1)) is None
+
+
+def test_triton_is_there_where_it_can_be_imported(monkeypatch):
+    for spec in (None, "a module"):
+        monkeypatch.setattr(ir_op.importlib.util, "find_spec", lambda name, spec=spec: spec)
+        assert has_triton.__wrapped__() is (spec is not None)
+
+
+def test_a_guard_with_names_of_its_own_is_given_all_arguments(providers):
+    asked = []
+    register("all", lambda x, y, scale: None, supports=lambda *given: asked.append(given) or True)
+    register("others", lambda x, y, scale: None, supports=lambda x, y, factor: asked.append((x, y, factor)) or False)
+    first, second = providers
+    assert first.supports(1, 2, 3) and not second.supports(1, 2, 3) and asked == [(1, 2, 3)] * 2
+    assert second.refuses(1, 2, 3).code == "arguments-not-supported"

@@ -6,7 +6,14 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tunecompile.ir.pretend_gpu import as_on_gpu
-from tunecompile.ir.shape_rule_cache import ProcessCache, remembered
+from tunecompile.ir.shape_rule_cache import (
+    ProcessCache,
+    are_contiguous,
+    contiguous_like,
+    first_of,
+    remembered,
+    signature,
+)
 
 OURS = "tunecompile.ops.of_a_test"
 
@@ -103,3 +110,43 @@ def test_a_full_cache_starts_again():
         found.append({*cache})
     assert found == [{0}, {0, 1}, {2}, {2, 3}]
     ProcessCache.instances.remove(cache)
+
+
+def test_what_tells_arguments_apart():
+    """Symbols by their expressions; of other objects nothing is known."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x, plain = fake(mode, 3, 5, static=False), fake(FakeTensorMode(), 3, 5)
+    rows, columns = x.shape
+    assert signature((rows, 2)) == signature((rows, 2)) != signature((columns, 2)) is not None
+    assert signature([rows + columns]) == signature([rows + columns]) != signature([rows * columns])
+    for other in (object(), torch.ones(1), 1j):
+        assert signature((plain, other)) is None
+    constants = [None, True, 1, 1.0, "word", torch.half, torch.device("cpu"), torch.strided, torch.channels_last]
+    assert len({signature([value]) for value in constants}) == len(constants)
+    assert len({signature(value) for value in ((1, 2), [1, 2], {"a": 1, "b": 2})}) == 3
+
+
+def test_what_has_no_signature_is_computed_each_time(rule):
+    run = remembered(rule)
+    real = run(torch.ones(2, 3))
+    assert real[0].tolist() == [[1.0, 1.0]] * 3 and rule.calls == 1
+    with (mode := FakeTensorMode()):
+        for count in (2, 3):
+            run(fake(mode, 3, 5), object())
+            assert rule.calls == count
+
+
+def test_a_shape_rule_that_does_not_know_leaves_it_to_the_op():
+    def shapes(x, known):
+        return x + 1 if known else None
+
+    rule = first_of(shapes, lambda x, known: x * 10)
+    assert (rule(2, True), rule(2, known=False)) == (3, 20) and rule.__name__ == "shapes"
+    assert first_of(None, shapes) is shapes
+
+
+def test_how_gradients_lie_in_memory():
+    x = torch.ones(2, 3, dtype=torch.half)
+    first, second = contiguous_like(x.t(), x[:1])
+    assert (first.shape, first.stride(), second.shape) == ((3, 2), (2, 1), (1, 3)) and first.dtype is torch.half
+    assert are_contiguous(x, x[:1]) and not are_contiguous(x, x.t()) and are_contiguous()
