@@ -8,88 +8,20 @@ import torch
 from torch import nn
 
 from tests.support.memory.fake_replays import FakeReplays
+from tests.support.memory.planned_layers import HALF, LAYERS, ROOMY, ROWS, TIGHT, TOKENS, planner, plans, step
 from tests.support.notes import has
-from tunecompile.planner.candidates import CandidateCost
 from tunecompile.planner.cost_model import Work
 from tunecompile.planner.hardware import Rates
-from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan, PlanOption
+from tunecompile.planner.solver import KEEP, RECOMPUTE, PlanOption
 from tunecompile.planner.step_plan import RegionCandidates
 from tunecompile.runtime.memory import budget as module
 from tunecompile.runtime.memory.accounting import MemoryAccounting
-from tunecompile.runtime.memory.budget import GROWN, SHRUNK, RuntimePlanner
-
-HALF = Plan(frozenset({0}))
-ROWS = (
-    CandidateCost(KEEP, 5000, 0, 5, 10, Work(100), Work(200)),
-    CandidateCost(HALF, 2000, 0, 5, 30, Work(100), Work(250)),
-    CandidateCost(RECOMPUTE, 1000, 0, 5, 45, Work(100), Work(300)),
-)
-TOKENS, LAYERS = 80, 4
-
-
-class Gauge:
-    def __init__(self):
-        self.now = self.most = self.released = 0
-        self.free = 1 << 40
-
-    def allocated(self):
-        return self.now
-
-    def peak(self):
-        return self.most, self.most
-
-    def release(self):
-        self.released += 1
-
-    def failures(self):
-        return 0
-
-    def outside(self):
-        return 0
-
-    def available(self):
-        return self.free
-
-    total = available
-
-
-class Region:
-    name = "layers"
+from tunecompile.runtime.memory.budget import GROWN, SHRUNK
 
 
 @pytest.fixture(autouse=True)
 def rates(monkeypatch):
     monkeypatch.setattr(module, "rates_of", lambda *_: Rates(1.0, 1.0))
-
-
-def planner(room, regions=1, surveyed=True, **options):
-    """Of four layers that would keep 20,000 bytes."""
-    kinds = [Region() for _ in range(regions)]
-    slots = [
-        types.SimpleNamespace(
-            region=kinds[place * regions // LAYERS], layer=nn.Linear(1, 1), place=place, checkpoint=False
-        )
-        for place in range(LAYERS)
-    ]
-    model = nn.ModuleList(slot.layer for slot in slots)
-    memory = MemoryAccounting(room, model, Gauge(), torch.device("cpu"), slots, (), **options)
-    made = RuntimePlanner(memory)
-    for kind in kinds[: regions if surveyed is True else surveyed]:
-        made.surveys.candidates[id(kind)] = RegionCandidates(ROWS, TOKENS, whole=True, passed=10)
-    return made
-
-
-def step(made, tokens=TOKENS):
-    """A step's beginning, and the plan of its first layer."""
-    made.begin()
-    return made.plan_for(made.layers[0], "kind", tokens)[0]
-
-
-def plans(made):
-    return [option.plan for option in made.options.values()]
-
-
-ROOMY, TIGHT = 1 << 20, 10_000
 
 
 def test_what_fits_is_kept_and_else_the_fastest_plan_is_made():

@@ -1,0 +1,126 @@
+"""Which saved tensors leave the device, one by one: other kinds of tensors stay, and what comes back too late is fetched."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.compare import equal_bits
+from tests.support.memory.copy_engine import HostCopyEngine
+from tests.support.memory.offload_stack import empty, inputs, make_offload, offloaded, plain, run
+from tunecompile.errors import ModifiedInPlace
+
+ROWS = 16
+
+
+def gradient(fn, offload=None):
+    """Of what a layer computes of the same matrix, as it is or with its saved tensors on the host."""
+    x = torch.randn(ROWS, ROWS, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    if offload is None:
+        fn(x).sum().backward()
+        return x.grad
+    offload.begin_step()
+    with offload.layer(0, nn.Identity()):
+        y = fn(x)
+    offload.settle()
+    y.sum().backward()
+    return x.grad
+
+
+def moved(fn):
+    """Bytes that left the device, while the gradient is the same."""
+    offload = make_offload()
+    assert torch.equal(gradient(fn, offload), gradient(fn))
+    return offload.report()["bytes_out"]
+
+
+def test_sparse_tensors_stay():
+    """They have no storage."""
+    picked = torch.eye(ROWS).to_sparse()
+    assert moved(lambda x: torch.sparse.mm(picked, x)) == 0
+    assert moved(lambda x: x.exp()) == ROWS * ROWS * 4
+
+
+def test_tensors_that_are_read_as_their_conjugates_or_negatives_stay():
+    """Bytes alone do not tell what is read of them."""
+    waves = torch.randn(ROWS, ROWS, dtype=torch.complex64)
+    assert moved(lambda x: (x * waves).real) == waves.nbytes
+    assert moved(lambda x: (x * waves.conj()).real) == 0
+    negative = torch.complex(torch.zeros(ROWS, ROWS), torch.ones(ROWS, ROWS)).conj().imag
+    assert negative.is_neg() and moved(lambda x: x * negative) == 0
+
+
+def test_tensors_of_another_device_stay():
+    offload = make_offload()
+    offload.device = torch.device("meta")
+    assert torch.equal(gradient(torch.exp, offload), gradient(torch.exp)) and not offload.report()["bytes_out"]
+
+
+def test_small_tensors_stay():
+    offload = make_offload()
+    offload.smallest = ROWS * ROWS * 4
+    gradient(torch.exp, offload)
+    assert offload.report()["bytes_out"] == ROWS * ROWS * 4
+    offload.smallest += 1
+    gradient(torch.exp, offload)
+    assert offload.report()["bytes_out"] == 0
+
+
+def test_a_layer_tells_which_of_its_tensors_go():
+    offload, asked = make_offload(), []
+    x = torch.randn(ROWS, ROWS, requires_grad=True)
+    with offload.layer(3, nn.Identity(), lambda tensor: asked.append(tensor.shape) or tensor.shape[0] == 2 * ROWS):
+        y = torch.cat([x, x]).exp().sum() + x.exp().sum()
+    assert {shape[0] for shape in asked} == {ROWS, 2 * ROWS}
+    assert offload.report()["bytes_out_by_layer"] == {3: 2 * ROWS * ROWS * 4}
+    y.backward()
+    torch.testing.assert_close(x.grad, 3 * x.detach().exp())
+
+
+def test_a_graph_that_is_run_backward_again_fetches_what_it_let_go():
+    """The backward pass is at the same layer still."""
+    offload = make_offload()
+    stack = offloaded(offload, layers=1)
+    loss = stack(inputs())
+    offload.settle()
+    expected = plain(inputs(), layers=1)[1]
+    for retain in (True, True, False):
+        loss.backward(retain_graph=retain)
+        assert all(map(torch.equal, expected, stack.gradients()))
+    del loss
+    assert empty(offload)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_what_cannot_be_fetched_ahead_is_fetched_when_it_is_needed(ahead):
+    class Full(HostCopyEngine):
+        asked = 0
+
+        def back(self, rooms):
+            self.asked += 1
+            if self.asked % 2 == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().back(rooms)
+
+    offload, calm = make_offload(copier=Full(), ahead=ahead), make_offload(ahead=ahead)
+    for each in (offload, calm):
+        assert equal_bits(run(offloaded(each), inputs()), plain(inputs()))
+    report = offload.report()
+    assert report["refusals"]["no memory on the device to fetch ahead"] > 0 and empty(offload)
+    assert report["bytes_back"] == calm.report()["bytes_back"] > 0 and not calm.report()["refusals"], "each once"
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_change_in_place_is_told_with_the_layer_that_saved_it(goes):
+    """Of tensors that stay, too: hooks take the check from autograd."""
+    offload = make_offload()
+    x = torch.randn(ROWS, ROWS, requires_grad=True)
+    with offload.layer(5, nn.Identity(), lambda tensor: goes):
+        y = x.exp()
+        z = y * 2
+    if not goes:
+        offload.settle()
+    with torch.no_grad():
+        y.add_(1.0)
+    with pytest.raises(ModifiedInPlace, match=r"\[16, 16\] is at version 1; expected version 0") as told:
+        z.sum().backward()
+    assert "5" in str(told.value)

@@ -1,0 +1,121 @@
+"""What a device's planner does where a survey fails, and what it tells of steps that others planned: no layer runs."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.memory.planned_layers import LAYERS, ROOMY, ROWS, TIGHT, TOKENS, planner, plans, step
+from tests.support.notes import has
+from tunecompile.planner.hardware import Rates
+from tunecompile.planner.solver import KEEP, RECOMPUTE
+from tunecompile.planner.step_plan import RegionCandidates
+from tunecompile.runtime.memory import budget as module
+
+JOINT = SimpleNamespace(graph=None)
+
+
+@pytest.fixture(autouse=True)
+def rates(monkeypatch):
+    monkeypatch.setattr(module, "rates_of", lambda *_: Rates(1.0, 1.0))
+
+
+def looking(made, slot=0, kind="kind"):
+    """A step's beginning, and what makes the plan of a layer's graph."""
+    made.begin()
+    return made.plan_for(made.layers[slot], kind, TOKENS)[1]
+
+
+def finding(monkeypatch, rows, error=None):
+    """A survey that finds these plans, and may fail then."""
+    found = rows and RegionCandidates(rows, TOKENS, passed=10)
+    monkeypatch.setattr(module, "survey", lambda *_: SimpleNamespace(found=found, error=error))
+
+
+def test_layers_follow_their_user_where_the_first_survey_fails(monkeypatch):
+    made = planner(TIGHT, surveyed=False)
+    made.layers[2].checkpoint = True
+    look = looking(made)
+
+    def fail(*_):
+        raise RuntimeError("cannot be cut like that")
+
+    monkeypatch.setattr(module, "survey", fail)
+    assert look(JOINT) == KEEP and plans(made) == [KEEP, KEEP, RECOMPUTE, KEEP] and made.admitted is None
+    assert has(made.report_notes(), "no-memory-plan", subject="layers", detail="RuntimeError: cannot be cut like that")
+    assert looking(made, 1) is None, "the next step's layers have what they follow"
+
+
+@pytest.mark.parametrize("before, found, left", [(3, 2, 3), (1, 2, 2), (2, 0, 2), (0, 2, 2)])
+def test_a_survey_that_fails_leaves_the_most_that_was_found(before, found, left, monkeypatch):
+    """And is not tried again: it would fail again."""
+    made = planner(TIGHT, surveyed=False)
+    look, (region,) = looking(made), made.regions
+    if before:
+        made.surveys.candidates[region] = RegionCandidates(ROWS[:before], TOKENS, passed=10)
+    finding(monkeypatch, ROWS[:found] if found else None, RuntimeError("no more"))
+    made.surveys.reopened.add(region)
+    look(JOINT)
+    known = made.surveys.candidates[region]
+    assert len(known.rows) == left and known.whole and not made.surveys.reopened and made.admitted is not None
+    assert has(made.report_notes(), "few-memory-plans", subject="layers", detail="no more") and len(made.notes) == 1
+
+
+def test_a_survey_makes_the_plan_of_its_own_step(monkeypatch):
+    """Of all layers; memory for copies is allocated while code is generated, where there will be any."""
+    for room, offloads in ((TIGHT, False), (TIGHT, True)):
+        expected = []
+        made = planner(room, surveyed=False)
+        look = looking(made)
+        made.offload = SimpleNamespace(expect=expected.append, ahead=None)
+        monkeypatch.setattr(made, "_make_room_for", lambda made_: setattr(made, "offloading", offloads))
+        finding(monkeypatch, ROWS)
+        assert look(JOINT) == made.options[id(made.layers[0])].plan and len(made.options) == LAYERS
+        assert expected == ([made.admitted.choice.waiting] if offloads else []) and made.notes == []
+        assert made.surveys.called and all(made.surveys.called.values())
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_weights_that_move_count_from_the_step_of_their_survey_on(moves, monkeypatch):
+    made = planner(ROOMY, surveyed=False)
+    look, (region,) = looking(made), made.regions
+    made.memory.kept = SimpleNamespace(bytes=0, moves=moves, matrices=[])
+    monkeypatch.setattr(module, "growth", lambda graph: 7)
+    finding(monkeypatch, ROWS)
+    look(JOINT)
+    assert made.memory.moving == {region: 7 if moves else 0}
+
+
+def test_plans_of_batches_that_were_planned():
+    """A layer outside of a step, say in a scoring pass, may follow what is known; larger batches have no plan."""
+    made = planner(TIGHT)
+    slot = made.layers[0]
+    assert made.known_plan(slot, 1) is None
+    step(made)
+    plan = made.options[id(slot)].plan
+    assert (
+        made.known_plan(slot, TOKENS) == made.known_plan(slot, 1) == plan and made.known_plan(slot, TOKENS + 1) is None
+    )
+    made.admitted, before = None, made.admitted
+    assert made.known_plan(slot, 1) is None
+    made.admitted, made.options = before, {}
+    assert made.known_plan(slot, 1) is None
+
+
+def test_what_was_no_step_is_forgotten():
+    made = planner(ROOMY)
+    step(made)
+    forgotten = []
+    made.memory.gauge.forget_peak = lambda: forgotten.append(setattr(made.memory.gauge, "most", 3))
+    made.memory.gauge.most = 9
+    made.forget_step()
+    assert len(forgotten) == 1 and (made.progress.highest, made.progress.steps) == (3, 0)
+    assert made.memory.gauge.released == 2, "before the plan, and now"
+
+
+def test_values_that_are_recomputed_have_the_names_of_their_region():
+    made = planner(TIGHT, surveyed=False)
+    slot, (region,) = made.layers[0], made.regions
+    assert made.recomputed(slot, ROWS[1].plan) == () and made.recomputed(slot, RECOMPUTE) == ("everything",)
+    made.surveys.candidates[region] = replace(RegionCandidates(ROWS, TOKENS, passed=10), names=("mm 2x2",))
+    assert made.recomputed(slot, ROWS[1].plan) == ("mm 2x2",)
