@@ -127,8 +127,10 @@ def test_milliseconds():
 
 def test_shares_are_those_of_whole_steps():
     """Of an H200, of an H100's 791 TFLOP/s, and operations a byte that hide what an H200's products read."""
-    assert 0.90 <= SUSTAINED <= 0.97 and 0.0035 <= GAP <= 0.004
-    assert 450 / 791 < GROUPED < 530 / 791 and RIDGE == pytest.approx(690 / 4.1, rel=0.1)
+    rates = Rates(791e9, 55e6, launches=True)
+    assert 3.5 <= Work(kernels=1000).ms(rates) <= 4.0 and RIDGE == pytest.approx(690 / 4.1, rel=0.1)
+    assert 1 / 0.97 <= Work(products=791 * 10**9).math_ms(rates) <= 1 / 0.90
+    assert 450e9 < 1e12 / (SUSTAINED * Work(grouped=10**12).math_ms(rates)) < 530e9
 
 
 def test_grouped_products_take_longer_than_others():

@@ -88,12 +88,12 @@ PINS = {
 }
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
-def test_links_are_those_of_a_generation(gpu):
+@pytest.mark.parametrize("name", GPUS)
+def test_links_are_those_of_a_generation(name):
     """A slip in a figure: memory reads as its pins do, PCIe and NVLink come in generations and links."""
-    bits, each = PINS[gpu.name]
+    gpu, (bits, each) = find_gpu(name), PINS[name]
     assert gpu.bandwidth * 1e12 == pytest.approx(bits / 8 * each * 1e9, rel=0.015)
-    capability = CARDS[gpu.name].capability
+    capability = CARDS[name].capability
     assert gpu.pcie == (16 if capability < (8, 0) else 32 if capability < (9, 0) else 64)
     assert gpu.nvlink % 25 == 0 and gpu.nvlink <= (0 if bits < 5000 else 900 if capability >= (10, 0) else 450)
 

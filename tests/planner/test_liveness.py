@@ -178,3 +178,17 @@ def test_each_result_of_a_call_is_in_memory_of_its_own():
     assert found.pieces == (2 * SQUARE, SQUARE), "whole numbers have 8 bytes"
     assert found.peak == 2 * half + 2 * half + SQUARE + 2 * SQUARE
     assert tensor_bytes(None) == tensor_bytes(3) == 0
+
+
+def test_workspace_is_there_beside_the_gradients_and_what_is_live(monkeypatch):
+    """Gradients of q, k and v; that of a bias is not made then."""
+    monkeypatch.setattr(liveness, "on_gpu", lambda tensor: True)
+    graph, x = Graph(), torch.empty(2, 4, 8, 4)
+    given = [graph.placeholder(name) for name in ("grad", "q", "k", "v")]
+    early = graph.call_function(torch.ops.aten.mm.default, tuple(given[:2]))
+    call = graph.call_function(torch.ops.aten._scaled_dot_product_efficient_attention_backward.default, tuple(given))
+    results = [graph.call_function(getitem, (call, place)) for place in range(3)]
+    graph.output((*results, early))
+    for node in graph.nodes:
+        node.meta["val"] = (x, x, x, torch.empty(1000)) if node is call else x
+    assert extent(graph).peak == x.nbytes + 3 * x.nbytes + workspace(call) == 4 * x.nbytes + 256 * 8

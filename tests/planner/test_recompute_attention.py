@@ -209,7 +209,7 @@ def test_attention_that_draws_random_numbers_and_other_calls_are_not_recomputabl
     }
     assert [rate for rate, call in calls.items() if is_recomputable(call)] == [0.0]
     assert is_recomputable(graph.call_function(getattr(torch.ops.aten, names[0]).default, (x, x, x))), "by default"
-    sums = (x, 8, 8, 0.0, False, x, x)
+    sums = (8, 8, 0.0, False, x, x)
     other = graph.call_function(getattr(torch.ops.aten, names[1]).default, (x, x, x, x, x, x, None, None, *sums))
     assert not is_recomputable(other) and not is_recomputable(x)
 

@@ -77,10 +77,19 @@ def test_all_runs_of_layers_stay_in_the_plan():
 def test_options_of_two_kinds_of_layers_are_equal_where_they_cost_the_same():
     """They are moved in turn, like layers of one kind."""
     first, other = (PlanOption(KEEP, 10, 1, 2, 3.0, kind=kind) for kind in (1, 2))
-    assert first == other and hash(first) == hash(other) and first != replace(first, gradients=1)
+    made = choose([LayerRun(1, (first,)), LayerRun(1, (other,))], 100)
+    assert made.options[0] == made.options[1] and hash(first) == hash(other) and first != replace(first, gradients=1)
+    assert [option.kind for run in made.options for option in run] == [1, 2]
 
 
 def test_where_nothing_is_copied_copies_may_go_as_far_ahead_as_ever():
     made = choose([LayerRun(2, (PlanOption(KEEP, 10, 0, 0, 0.0),))], 5)
     assert not made.fits and made.ahead == AHEAD and not made.offloads
     assert replace(made, options=(sent(1),)).offloads
+
+
+def test_a_host_with_room_for_just_what_the_fastest_plan_sends():
+    """The plan is that of a host without a limit: to share the host would send less to it."""
+    options = PlanOption(Plan(frozenset({0})), 20, 0, 0, 2.0, 10), PlanOption(KEEP, 40, 0, 10, 0.0, 30)
+    free, made = (choose([LayerRun(4, options)], 140, host=host) for host in (None, 60))
+    assert made == free and made.waiting == 60 and choose([LayerRun(4, options)], 140, host=59).ms > made.ms

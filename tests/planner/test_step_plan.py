@@ -315,3 +315,12 @@ def test_a_region_of_which_nothing_else_is_known():
     made = solve(request(2, candidates={1: RegionCandidates(ROWS, 8)}, keeps_weights=True, checkpointed=False))
     assert made.weights == 0 and {(o.plan, o.passed, o.gradients) for o in made.choice.options[0]} == {(KEEP, 0, 0)}
     assert request(2, candidates={1: RegionCandidates(ROWS, 8)}).checkpointed_peak() == 50 + 10
+
+
+def test_one_plan_for_all_layers_may_take_the_whole_room():
+    """Its recordings have scratch in one place; of a mixture that takes less and is faster none can be made."""
+    runs = [LayerRun(2, (PlanOption(KEEP, 30, 0, 65, 0.0), PlanOption(RECOMPUTE, 10, 0, 100, 10.0)))]
+    fastest = choose(runs, 120)
+    assert [option.plan for option in fastest.options[0]] == [RECOMPUTE, KEEP] and fastest.peak == 110
+    made, short = leave_room_for_graphs(fastest, runs, 120, 0, 50.0, spare=20)
+    assert [option.plan for option in made.options[0]] == [RECOMPUTE, RECOMPUTE] and made.peak == 120 and not short
