@@ -1,5 +1,7 @@
 """When adapters are written into the matrix of their weights: products of two small weights, without a model."""
 
+import types
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -243,3 +245,35 @@ def test_a_step_begins_with_whichever_layer_comes_first(monkeypatch):
     cache.enter(1, 4)
     cache.enter(6)
     assert begun == [0, 0, 4, 0] and cache.last == {0: 6, 4: 1} and cache.stack == 0
+
+
+def test_a_gpu_dequantises_into_the_matrix(monkeypatch):
+    """By a template, into its own rows and the first columns."""
+    nf4 = pytest.importorskip("tunecompile.templates.nf4")
+    written = []
+    monkeypatch.setattr(nf4, "dequantize_siblings", lambda *given, **named: written.append((given, named)))
+    monkeypatch.setattr(weight_cache, "has_triton", lambda: True)
+    packed, out = torch.zeros(4, 1, dtype=torch.uint8), types.SimpleNamespace(is_cuda=True)
+    weight = [packed, "absmax", "code", "scale", "offset", 3, 8, 64, "fp4", torch.half]
+    assert weight_cache._write_weight(out, 5, 7, weight) == 3
+    (((made,), columns, target), named) = written[0]
+    assert (columns, target) == (7, out) and named == {"blocksize": 64, "quant_type": "fp4", "row": 5}
+    assert torch.equal(made[0], packed) and tuple(made[1:]) == ("absmax", "code", "scale", "offset", 3)
+
+
+@pytest.mark.parametrize(
+    "stride, dtype, by_template", [(1, torch.half, True), (2, torch.half, False), (1, None, False)]
+)
+def test_a_gpu_writes_all_adapters_in_one_launch(stride, dtype, by_template, monkeypatch):
+    """Where they lie row by row, in types that the template reads; else one after the other."""
+    lora = pytest.importorskip("tunecompile.templates.lora")
+    monkeypatch.setattr(lora, "write_pieces", lambda pieces: pieces)
+    monkeypatch.setattr(weight_cache, "has_triton", lambda: True)
+
+    def piece(stride, dtype):
+        return types.SimpleNamespace(is_cuda=True, dtype=dtype, stride=lambda dim: stride if dim else 9)
+
+    plain, other = piece(1, torch.half), piece(stride, dtype)
+    pieces = [(plain, plain, 1.0), (other, plain, 2.0)]
+    assert (weight_cache.writer(pieces) is pieces) is by_template
+    assert callable(weight_cache.writer([])) and weight_cache.writer([])() is None
