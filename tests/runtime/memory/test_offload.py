@@ -408,4 +408,4 @@ def test_a_cpu_counts_and_copies_nothing():
     assert equal_bits(*results)
     a, b = counting.report(), copying.report()
     assert {key: a[key] for key in b} == b
-    assert empty(counting)
+    assert empty(counting) and counting.pool.slabs[0].is_meta

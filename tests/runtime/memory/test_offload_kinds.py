@@ -1,5 +1,8 @@
 """Which saved tensors leave the device, one by one: other kinds of tensors stay, and what comes back too late is fetched."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -124,3 +127,16 @@ def test_a_change_in_place_is_told_with_the_layer_that_saved_it(goes):
     with pytest.raises(ModifiedInPlace, match=r"\[16, 16\] is at version 1; expected version 0") as told:
         z.sum().backward()
     assert "5" in str(told.value)
+
+
+def test_what_was_saved_does_not_keep_its_layer_alive():
+    offload, layer = make_offload(), nn.Identity()
+    x = torch.randn(ROWS, ROWS, requires_grad=True)
+    with offload.layer(0, layer, lambda tensor, layer=layer: True):
+        y = x.exp().sum()
+    seen = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert seen() is None
+    y.backward()
+    assert torch.equal(x.grad, x.detach().exp())

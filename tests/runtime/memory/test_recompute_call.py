@@ -126,6 +126,19 @@ def called(layer, *args):
     return RecomputeCall(Host(), slot, RngAutocastState.now(), args, {})
 
 
+def test_arguments_are_cut_off_in_their_places():
+    """Those without a gradient are the caller's own."""
+    first, last = (torch.full((2,), float(n), requires_grad=True) for n in (1, 2))
+    plain, mask = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    call = called(Counting(), plain, first, {"mask": mask, "x": last}, 7)
+    (a, b, given, number), kwargs = call.cut(call.given)
+    assert a is plain and given["mask"] is mask and number == 7 and not kwargs
+    assert torch.equal(b, first) and torch.equal(given["x"], last) and b.requires_grad and given["x"].requires_grad
+    assert b is not first and not b.is_leaf and [edge.node for edge in call.sources] == [b.grad_fn, given["x"].grad_fn]
+    (_, b, given, _), _ = call.through()
+    assert b._base is first and given["x"]._base is last and given["mask"] is mask
+
+
 def repeated(change, weights=("weight",), outputs=1):
     """The call, after a layer that trained these weights was changed and ran again."""
     layer, x = Counting(), torch.ones(3, requires_grad=True)

@@ -204,6 +204,8 @@ def test_a_stack_that_is_called_no_more_leaves_nothing_behind(product):
     that, where each look at all of them would stand before a layer."""
     cache = WeightCache()
     assert product.right(cache)
+    cache.begin(0)
+    assert list(cache.writers) == [0]
     for part in product.inputs[:2]:
         part.data = part.data.clone()  # as .to(device) does
     cache.last[1] = 0  # the step has begun with another stack
@@ -211,7 +213,7 @@ def test_a_stack_that_is_called_no_more_leaves_nothing_behind(product):
     assert len(cache.matrices) + len(cache.moved) == 1
     cache.expect()
     cache.begin(1)
-    assert not cache.matrices and not cache.moved
+    assert not cache.matrices and not cache.moved and list(cache.writers) == [1], "a writer holds the matrix's memory"
 
 
 def test_a_backward_reads_the_adapters_of_its_forward(product):

@@ -25,8 +25,9 @@ _COMPARISONS = {
 }
 _OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult}
 #: last arguments whose absence shows in nothing that is computed, or in what never happens
-_IDLE = ("strict", "encoding", "stacklevel", "indent", "repr")
-_EITHER = ("max", "min", "torch.promote_types")  #: functions whose arguments may be swapped
+_IDLE = ("strict", "encoding", "stacklevel", "indent", "repr", "buffering")
+#: functions whose arguments may be swapped
+_EITHER = ("max", "min", "torch.promote_types", "tree_unflatten", "pytree.tree_unflatten")
 _QUIET = ("log", "note", "warnings", "cast")  #: calls of these names, or of their methods, are words, or nothing
 
 

@@ -241,8 +241,7 @@ class ResidentCopyEngine:
     def back(self, rooms: Sequence[PinnedBlock]) -> tuple[list[Tensor], CopyMark]:
         return [room.kept for room in rooms], CopyMark()
 
-    def wait(self, mark: CopyMark, used: Tensor | None = None) -> None:
-        mark.waited = True
+    def wait(self, mark: CopyMark, used: Tensor | None = None) -> None: ...
 
     def order(self, mark: CopyMark) -> None: ...
 
