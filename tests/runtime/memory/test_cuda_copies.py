@@ -26,6 +26,7 @@ class Event:
         self.waits += 1
 
     def elapsed_time(self, end):
+        assert self.timed and end.timed, "CUDA refuses"
         return float(end.at - self.at)
 
 
@@ -90,6 +91,13 @@ def test_copies_go_out_and_come_back_in_pieces(cuda):
 def test_host_memory_is_pinned_by_its_own_gpu(cuda):
     assert CudaCopyEngine(DEVICE).allocate(12).shape == (12,)
     assert cuda.made == [((12,), {"dtype": torch.uint8, "device": "cpu", "pin_memory": True}, [DEVICE])]
+
+
+def test_the_host_does_not_wait_for_a_copy(cuda):
+    told = []
+    target = types.SimpleNamespace(copy_=lambda source, non_blocking=False: told.append((source, non_blocking)))
+    CudaCopyEngine(DEVICE)._copy("out", Stream(), [(target, "source")])
+    assert told == [("source", True)]
 
 
 class Used:

@@ -11,6 +11,7 @@ from tests.support.compare import equal_bits
 from tests.support.memory.copy_engine import HostCopyEngine
 from tests.support.memory.offload_stack import empty, inputs, make_offload, offloaded, plain, run
 from tunecompile.errors import ModifiedInPlace
+from tunecompile.runtime.memory.host.pinned_pool import ResidentCopyEngine
 
 ROWS = 16
 
@@ -33,7 +34,9 @@ def moved(fn):
     """Bytes that left the device, while the gradient is the same."""
     offload = make_offload()
     assert torch.equal(gradient(fn, offload), gradient(fn))
-    return offload.report()["bytes_out"]
+    report = offload.report()
+    assert report["bytes_back"] == report["bytes_out"], "all of it comes back once"
+    return report["bytes_out"]
 
 
 def test_sparse_tensors_stay():
@@ -140,3 +143,11 @@ def test_what_was_saved_does_not_keep_its_layer_alive():
     assert seen() is None
     y.backward()
     assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_host_memory_is_allocated_ahead_where_copies_are_made():
+    expected = []
+    for offload in (make_offload(), make_offload(copier=ResidentCopyEngine())):
+        offload.pool.expect = expected.append
+        offload.expect(7)
+    assert expected == [7]

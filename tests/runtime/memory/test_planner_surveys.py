@@ -119,3 +119,36 @@ def test_values_that_are_recomputed_have_the_names_of_their_region():
     assert made.recomputed(slot, ROWS[1].plan) == () and made.recomputed(slot, RECOMPUTE) == ("everything",)
     made.surveys.candidates[region] = replace(RegionCandidates(ROWS, TOKENS, passed=10), names=("mm 2x2",))
     assert made.recomputed(slot, ROWS[1].plan) == ("mm 2x2",)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_weights_are_weighed_where_they_may_stay_dequantised(kept, monkeypatch):
+    made, asked = planner(TIGHT, surveyed=False), []
+    look = looking(made)
+    made.memory.kept = SimpleNamespace(bytes=0, moves=False, matrices=[]) if kept else None
+    found = RegionCandidates(ROWS, TOKENS, whole=True, passed=10)
+    monkeypatch.setattr(
+        module, "survey", lambda *given: asked.append(given) or SimpleNamespace(found=found, error=None)
+    )
+    look(JOINT)
+    ((joint, tokens, _, enough, weighs),) = asked
+    assert (joint, tokens, weighs) == (JOINT, TOKENS, kept) and enough(found) is True
+    assert enough(RegionCandidates(ROWS[:1], TOKENS, passed=10)) is False
+
+
+def test_a_full_device_surveys_what_it_knows_in_part():
+    """There may be a smaller plan, so that it makes sense to try again: a first survey ends with the first that fits."""
+    made = planner(30_000)
+    (region,) = made.regions
+    made.surveys.candidates[region] = RegionCandidates(ROWS[:1], TOKENS, passed=10)
+    step(made)
+    assert made.admitted.choice.fits and made.retreat(None) is True and made.admitted.room == 0
+    assert made.surveys.reopened == {region} and made.surveys.needs(region)
+
+
+def test_a_full_device_plans_for_just_what_was_missing():
+    """Or for a share of the peak, where that is more: another try would miss as much again."""
+    for missing, room in ((100, 20_010 - 1000), (3000, 20_010 - 3000), (None, 0)):
+        made = planner(ROOMY)
+        step(made)
+        assert made.admitted.choice.peak == 20_010 and made.retreat(missing) and made.admitted.room == room

@@ -231,3 +231,13 @@ def test_what_may_hold_tensors_is_no_argument_of_a_call_that_is_repeated(hidden)
     assert told.value.reason.code == "given-object" and type(hidden).__name__ in str(told.value.reason)
     plain = [1, 2.0, "word", None, True, torch.float32, torch.device("cpu"), torch.ones(1), nn.Parameter(torch.ones(1))]
     assert _flat((plain, {"a": ()}), "given-object")[0] == plain
+
+
+def test_an_output_without_a_gradient_is_nobodys_secret():
+    """Whoever holds it cannot go through the layer's graph, so that later calls may be repeated."""
+    call = called(Counting(), torch.ones(3, requires_grad=True))
+    call.through()
+    output = (torch.ones(2), 3)
+    call.recovery.looked[0], call.met, kept = {None}, ["a new graph"], [output]
+    assert call.first(output) is output is kept[0] and not call.recovery.refused and not call.recovery.calls
+    assert call.recovery.open == 0 and call.drop() is True
