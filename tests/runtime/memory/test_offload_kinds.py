@@ -151,3 +151,17 @@ def test_host_memory_is_allocated_ahead_where_copies_are_made():
         offload.pool.expect = expected.append
         offload.expect(7)
     assert expected == [7]
+
+
+def test_times_are_those_of_a_step():
+    class Timed(HostCopyEngine):
+        resets = 0
+
+        def reset(self):
+            self.resets += 1
+
+    offload = make_offload(copier=Timed())
+    before = offload.copier.resets
+    for _ in range(2):
+        offload.begin_step()
+    assert offload.copier.resets == before + 2

@@ -152,3 +152,12 @@ def test_a_full_device_plans_for_just_what_was_missing():
         made = planner(ROOMY)
         step(made)
         assert made.admitted.choice.peak == 20_010 and made.retreat(missing) and made.admitted.room == room
+
+
+def test_the_first_steps_of_a_plan_are_sampled_under_their_numbers():
+    made = planner(TIGHT)
+    for _ in range(2):
+        step(made)
+    trace = made.trace
+    assert (trace.step, trace.plan, trace.tokens) == (2, made.admitted.choice.options, TOKENS)
+    assert [(sample.kind, sample.place) for sample in trace.samples] == [("forward", 0)]

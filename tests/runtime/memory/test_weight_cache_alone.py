@@ -273,7 +273,7 @@ def test_a_gpu_writes_all_adapters_in_one_launch(stride, dtype, by_template, mon
     monkeypatch.setattr(weight_cache, "has_triton", lambda: True)
 
     def piece(stride, dtype):
-        return types.SimpleNamespace(is_cuda=True, dtype=dtype, stride=lambda dim: stride if dim else 9)
+        return types.SimpleNamespace(is_cuda=True, dtype=dtype, stride=(9, stride).__getitem__)
 
     plain, other = piece(1, torch.half), piece(stride, dtype)
     pieces = [(plain, plain, 1.0), (other, plain, 2.0)]

@@ -361,3 +361,20 @@ def test_weights_in_one_matrix():
     assert not stand(weights, shape) and bool((weights[1] == 5).all())
     matrix.zero_()
     assert bool((weights[1] == 5).all())
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is."""
+
+    is_cuda = property(lambda self: True)
+
+
+def test_memory_that_weights_had_goes_back_to_the_gpu(monkeypatch):
+    """No later allocation has its sizes."""
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    for kind, count in ((OnGpu, 1), (torch.Tensor, 1)):
+        weights = [torch.full((rows, 3), 7.0).as_subclass(kind) for rows in (2, 1)]
+        move_in(weights, (5, 3))
+        assert len(emptied) == count and stand(weights, (5, 3))
+        assert matrix_of((5, 3), weights[0]).tolist() == [[7.0] * 3] * 3 + [[0.0] * 3] * 2
