@@ -210,6 +210,7 @@ def test_a_backward_that_ran_out_of_memory_begins_with_its_forward(keeps, monkey
     assert recompute_call.RecomputeCall.backward(call, lambda: "given", "gradients") == "gradients"
     assert call.seen == ["the first graph", "graph 1", "graph 2"] and call.repeats == ["given"] * 2
     assert found.budgets[0].retreats == [2048, None] and found.open == 2, "then for as little as possible"
+    assert found.budgets[0].progress.steps == 9, "the step did not begin again"
     assert call.edges == ("graph 2" if keeps else None)
 
 
