@@ -11,6 +11,7 @@ from tunecompile.planner.solver import (
     LayerRun,
     Plan,
     PlanOption,
+    _ceilings,
     _shares,
     _use_up,
     choose,
@@ -93,3 +94,34 @@ def test_a_host_with_room_for_just_what_the_fastest_plan_sends():
     options = PlanOption(Plan(frozenset({0})), 20, 0, 0, 2.0, 10), PlanOption(KEEP, 40, 0, 10, 0.0, 30)
     free, made = (choose([LayerRun(4, options)], 140, host=host) for host in (None, 60))
     assert made == free and made.waiting == 60 and choose([LayerRun(4, options)], 140, host=59).ms > made.ms
+
+
+def test_the_last_layer_stays_behind_other_runs_of_layers():
+    """As it does without them."""
+    options = (
+        *(PlanOption(KEEP, 90, 0, 0, 1.0), PlanOption(KEEP, 40, 0, 0, 1.1, offloaded=50)),
+        *(PlanOption(RECOMPUTE, 40, 0, 10, 5.0), PlanOption(RECOMPUTE, 0, 0, 10, 5.1, offloaded=40)),
+    )
+    free = PlanOption(KEEP, 0, 0, 0, 0.0)
+    alone = choose([LayerRun(2, options)], 70)
+    made = choose([LayerRun(1, (free,)), LayerRun(2, (free,)), LayerRun(2, options)], 70)
+    assert made.options == ((free,), (free, free), *alone.options)
+    assert [option.offloaded for option in made.options[-1]] == [40, 0]
+
+
+def test_ceilings_on_what_layers_need_while_they_run():
+    """Each a tenth lower at least, and at last the lowest under which every layer has an option."""
+
+    def needing(*most):
+        return LayerRun(1, tuple(PlanOption(KEEP, 0, forward, forward - 1, 0.0) for forward in most))
+
+    for stacks, ceilings in (
+        ([needing(100, 95, 50, 10), needing(40, 70)], [100, 70, 50, 40]),
+        ([needing(100, 95), needing(10)], [100, 95]),
+        ([needing(100, 90), needing(95, 10)], [100, 90]),
+        ([needing(100)], [100]),
+        ([needing(100), needing(10, 20)], [100]),
+    ):
+        assert _ceilings(stacks, 2) == ceilings
+    copied = replace(needing(100), options=(PlanOption(KEEP, 0, 10, 1, 0.0, offloaded=30),))
+    assert [_ceilings([copied], ahead) for ahead in (2, 1, 0)] == [[100], [70], [40]]
