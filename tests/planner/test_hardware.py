@@ -84,7 +84,7 @@ def test_bytes_of_a_gpu(monkeypatch):
     books["share"] = 0.5
     assert gauge.available() == 40
     books["total"] = 10 * CONTEXT
-    assert gauge.outside() == CONTEXT
+    assert gauge.outside() == CONTEXT == 1 << 30
 
 
 def test_products_of_a_cpu_are_measured_anew_by_its_own_precision(monkeypatch):
