@@ -205,6 +205,11 @@ def test_reshapes_of_pairs():
     into = (torch.view_as_complex, ("@1",), {})
     node, found = reshaped(torch.sin, joined, pairs, into)
     assert found == ("call_method", "unflatten", (node.args[0], -1, (-1, 2)), {})
+    wide, halves = torch.empty(2, 5, 6), torch.empty(2, 5, 3, 2)
+    node, found = reshaped(torch.sin, wide, halves, into)
+    assert found == ("call_method", "unflatten", (node.args[0], -1, (-1, 2)), {}), "of more dims, too"
+    node, found = reshaped(torch.stack, halves, wide)
+    assert found == ("call_method", "flatten", (node.args[0], -2, -1), {})
     for other in (
         reshaped(torch.sin, pairs, joined),
         reshaped(torch.stack, pairs, torch.empty(15, 2)),

@@ -9,7 +9,7 @@ from torch import Tensor
 from tunecompile.errors import InvalidOp
 from tunecompile.ir import op as ir_op
 from tunecompile.ir.op import OPS, Cost, has_triton, op, refuse_gpu, refuse_spills
-from tunecompile.ir.pretend_gpu import as_on_gpu
+from tunecompile.ir.pretend_gpu import as_on_gpu, pretending
 
 
 def test_torch_may_trace_every_op():
@@ -28,6 +28,35 @@ def test_a_name_that_is_taken_is_refused():
 @op(cost=Cost.MATMUL)
 def op_test_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return x * y * scale
+
+
+@op(cost=Cost.MATMUL)
+def op_test_dear(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@op_test_dear.backward(saves=("x",), gives=("x",))
+def op_test_dear_backward(grad: Tensor, x: Tensor) -> list[Tensor]:
+    return [grad * 2]
+
+
+@op(cost=Cost.MATMUL)
+def op_test_cheap_behind(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@op_test_cheap_behind.backward(saves=(), gives=("x",), cost=Cost.POINTWISE, flops=lambda grad: 7)
+def op_test_cheap_behind_backward(grad: Tensor) -> list[Tensor]:
+    return [grad * 2]
+
+
+def test_a_backward_costs_what_its_op_does_unless_it_says_so():
+    assert op_test_dear.backward_op.cost is Cost.MATMUL and op_test_dear.backward_op.flops is None
+    cheap = op_test_cheap_behind.backward_op
+    assert cheap.cost is Cost.POINTWISE and cheap.flops(None) == 7 and OPS[cheap.overload] is cheap
+    x = torch.ones(2, requires_grad=True)
+    (op_test_dear(x) + op_test_cheap_behind(x)).sum().backward()
+    assert x.grad.tolist() == [4.0, 4.0]
 
 
 @pytest.fixture
@@ -157,3 +186,19 @@ def test_a_guard_with_names_of_its_own_is_given_all_arguments(providers):
     first, second = providers
     assert first.supports(1, 2, 3) and not second.supports(1, 2, 3) and asked == [(1, 2, 3)] * 2
     assert second.refuses(1, 2, 3).code == "arguments-not-supported"
+
+
+def test_triton_has_a_driver_where_there_is_no_gpu(monkeypatch):
+    """As long as graphs are lowered as if there were one: torch asks for the target of a kernel."""
+    triton = pytest.importorskip("triton")
+    driver = triton.runtime.driver
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    before = vars(driver).get("_active", vars(driver).get("active"))
+    with as_on_gpu():
+        target = driver.active.get_current_target()
+        assert (target.backend, target.arch, target.warp_size) == ("cuda", 90, 32)
+        assert driver.active.get_current_device() == 0 and pretending()
+    assert vars(driver).get("_active", vars(driver).get("active")) is before and not pretending()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with as_on_gpu():
+        assert vars(driver).get("_active", vars(driver).get("active")) is before, "a GPU has its own"

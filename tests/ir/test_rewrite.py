@@ -158,6 +158,13 @@ def test_inputs_that_are_changed_later_and_results_that_are_read_too_early():
     assert apply(pattern, graph) == (["of_two"], [])
     torch.testing.assert_close(run(graph, x), x.cos() + x.sin().exp())
 
+    def added(x, y):
+        made = torch.cos(torch.sin(x))
+        return y.add_(x) * made
+
+    graph = recorded(added, torch.rand(3), torch.rand(3))
+    assert apply(pattern, graph) == (["of_two"], []), "another tensor is changed"
+
 
 def test_a_value_that_is_known_is_not_computed_again():
     graph = torch.fx.Graph()
