@@ -165,3 +165,17 @@ def test_times_are_those_of_a_step():
     for _ in range(2):
         offload.begin_step()
     assert offload.copier.resets == before + 2
+
+
+def test_what_was_not_copied_yet_stays_for_its_backward():
+    """Of a forward that failed: neither the next step nor head and loss drop it."""
+    offload = make_offload()
+    x = torch.randn(ROWS, ROWS, requires_grad=True)
+    with pytest.raises(ValueError), offload.layer(0, nn.Identity()):
+        y = x.exp() * 2
+        raise ValueError
+    offload.begin_step()
+    offload.settle()
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach().exp())
+    assert offload.report()["bytes_out"] == 0

@@ -208,6 +208,17 @@ def test_a_layer_whose_weight_an_earlier_one_used_keeps_its_graph():
     assert len(host.looked) == 1, "its next call begins without a graph of its own"
 
 
+def test_a_first_call_that_writes_to_a_buffer_is_the_callers_own():
+    """Its layer is not repeated, and nothing stands between the caller's graph and the layer's."""
+    layer = Counting()
+    call = called(layer, torch.ones(3, requires_grad=True))
+    (given,), _ = call.through()
+    write_buffer(layer, None)
+    output = given * layer.weight
+    call._weights = lambda: [torch.autograd.graph.get_gradient_edge(layer.weight).node]
+    assert call.first(output) is output and call.recovery.refused == ["write-in-place"] and not call.recovery.calls
+
+
 def test_a_later_call_that_wrote_to_a_buffer_keeps_its_graph():
     """And its layer is not repeated from then on."""
     layer = Counting()
