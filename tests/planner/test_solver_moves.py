@@ -15,6 +15,7 @@ from tunecompile.planner.solver import (
     _shares,
     _use_up,
     choose,
+    describe_plan,
     peak,
 )
 
@@ -125,3 +126,9 @@ def test_ceilings_on_what_layers_need_while_they_run():
         assert _ceilings(stacks, 2) == ceilings
     copied = replace(needing(100), options=(PlanOption(KEEP, 0, 10, 1, 0.0, offloaded=30),))
     assert [_ceilings([copied], ahead) for ahead in (2, 1, 0)] == [[100], [70], [40]]
+
+
+def test_tiles_in_words():
+    plain = {"recompute": [], "offload": False, "largest_stays": False}
+    kept = "keep all that is expensive to recompute"
+    assert [describe_plan({**plain, "tiles": tiles}) for tiles in (1, 2)] == [kept, f"{kept}; MLP in 2 tiles"]

@@ -27,7 +27,10 @@ _OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Fl
 #: last arguments whose absence shows in nothing that is computed, or in what never happens
 _IDLE = ("strict", "encoding", "stacklevel", "indent", "repr", "buffering")
 #: functions whose arguments may be swapped
-_EITHER = ("max", "min", "torch.promote_types", "tree_unflatten", "pytree.tree_unflatten")
+_EITHER = (
+    *("max", "min", "torch.promote_types"),
+    *("tree_unflatten", "pytree.tree_unflatten", "torch.utils._pytree.tree_unflatten"),
+)
 _QUIET = ("log", "note", "warnings", "cast")  #: calls of these names, or of their methods, are words, or nothing
 
 
