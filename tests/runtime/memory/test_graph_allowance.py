@@ -102,6 +102,7 @@ def test_recordings_that_were_in_the_way_too_often_are_made_only_beside_a_whole_
 
 def test_beside_copies_to_the_host_nothing_is_recorded():
     assert not allowed(choose(STACKS, 300), 300).admits(0, 0) and allowed(choose(STACKS, 300), 300).room == 0
+    assert [recordings(nbytes).forget() for nbytes in (0, 1)] == [False, True]
     made = recordings(nbytes=50)
     made.allow(admitted(choose(STACKS, 1050), 1200))
     assert made.bytes == 50

@@ -36,6 +36,7 @@ def moved(fn):
     assert torch.equal(gradient(fn, offload), gradient(fn))
     report = offload.report()
     assert report["bytes_back"] == report["bytes_out"], "all of it comes back once"
+    assert report["disk_bytes"] == report["blocked_ms"] == 0
     return report["bytes_out"]
 
 

@@ -161,3 +161,12 @@ def test_the_first_steps_of_a_plan_are_sampled_under_their_numbers():
     trace = made.trace
     assert (trace.step, trace.plan, trace.tokens) == (2, made.admitted.choice.options, TOKENS)
     assert [(sample.kind, sample.place) for sample in trace.samples] == [("forward", 0)]
+
+
+def test_the_peak_of_a_plan_that_is_dropped_is_that_of_tensors():
+    """What the allocator holds beside them is no peak of a step."""
+    made = planner(ROOMY)
+    step(made)
+    made.memory.gauge.peak = lambda: (7, 9)
+    made.retreat(None)
+    assert made.progress.highest == 7
