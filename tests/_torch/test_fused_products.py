@@ -8,7 +8,7 @@ import torch
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.runtime import triton_heuristics
 
-from tunecompile._torch.inductor import _META, _templates_fuse_products
+from tunecompile._torch.generation.fused_products import META, templates_fuse_products
 from tunecompile.templates import _launch
 
 BODY = "@triton_heuristics.user_autotune(configs=[], triton_meta={'signature': {}}, custom_kernel=True)"
@@ -40,7 +40,7 @@ def test_generated_code_says_it_of_templates_alone(monkeypatch):
 
     code = type("Code", (), {"define_kernel": record})()
     ours, users = (SimpleNamespace(fn=SimpleNamespace(__module__=m)) for m in ("tunecompile.templates.lora", "user.tl"))
-    with _templates_fuse_products():
+    with templates_fuse_products():
         for kernel in (ours, users, ours):
             PythonWrapperCodegen.define_user_defined_triton_kernel(code, kernel)
             PythonWrapperCodegen.define_user_defined_triton_kernel(code, kernel=kernel)
@@ -49,5 +49,5 @@ def test_generated_code_says_it_of_templates_alone(monkeypatch):
 
 
 def test_torch_reads_it_where_it_is_written():
-    assert f"{_META[:-1]}{{triton_meta!r}}" in inspect.getsource(PythonWrapperCodegen.define_user_defined_triton_kernel)
+    assert f"{META[:-1]}{{triton_meta!r}}" in inspect.getsource(PythonWrapperCodegen.define_user_defined_triton_kernel)
     assert 'compile_meta["enable_fp_fusion"]' in inspect.getsource(triton_heuristics)

@@ -3,7 +3,7 @@
 import pytest
 from torch._inductor.runtime import triton_heuristics
 
-from tunecompile._torch.inductor import _tuned_quickly
+from tunecompile._torch.generation.quick_tuning import tuned_quickly
 
 
 class Benchmarker:
@@ -32,7 +32,7 @@ def launch(args):
 
 
 def test_the_first_call_alone_tunes_quickly(benchmarker):
-    call = _tuned_quickly(launch)
+    call = tuned_quickly(launch)
     assert call([1]) == [1] and triton_heuristics.benchmarker is benchmarker
     on_gpu, on_cpu = benchmarker.asked
     assert on_gpu["benchmark_iters"] < 100 and on_gpu["rep"] == 40 and "benchmark_iters" not in on_cpu
@@ -41,7 +41,7 @@ def test_the_first_call_alone_tunes_quickly(benchmarker):
 
 
 def test_a_call_that_fails_leaves_torch_as_it_was(benchmarker):
-    call = _tuned_quickly(launch)
+    call = tuned_quickly(launch)
     with pytest.raises(RuntimeError):
         call(["broken"])
     assert triton_heuristics.benchmarker is benchmarker
@@ -51,6 +51,6 @@ def test_a_call_that_fails_leaves_torch_as_it_was(benchmarker):
 
 def test_two_at_once_leave_torch_as_it_was(benchmarker):
     """Graphs of two GPUs, say, in threads of their own."""
-    outer = _tuned_quickly(lambda args: _tuned_quickly(launch)(args))
+    outer = tuned_quickly(lambda args: tuned_quickly(launch)(args))
     outer([1])
     assert triton_heuristics.benchmarker is benchmarker and len(benchmarker.asked) == 2

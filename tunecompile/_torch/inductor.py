@@ -7,7 +7,7 @@ import getpass
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,10 @@ import torch
 
 from tunecompile._torch import known_bugs
 from tunecompile._torch.fake_tensors import select_decomp_table
+from tunecompile._torch.generation.fused_products import templates_fuse_products
 from tunecompile._torch.generation.kernel_order import in_order
 from tunecompile._torch.generation.late_kernels import InductorError, LateKernels
+from tunecompile._torch.generation.quick_tuning import tuned_quickly
 from tunecompile._torch.lookup import exist, exists, lookup, need, patched
 from tunecompile._torch.saved_strides import hooks_were_seen, with_strides
 
@@ -63,22 +65,15 @@ _trace_structured = lookup(f"{_LOGGING}.trace_structured")
 
 _TELLS_REPLACEMENTS = exists("torch.fx.GraphModule._set_replace_hook")
 _GUARDS = "torch._guards.TracingContext"
-_HEURISTICS = "torch._inductor.runtime.triton_heuristics"
 _tracing = lookup(f"{_GUARDS}.try_get", lambda: None)
 _CLEARS_DONATED = exist(f"{_GUARDS}.try_get", f"{_GUARDS}.fw_metadata") and exists(
     "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta.bw_donated_idxs"
 )
 
 
-_heuristics: Any = lookup(_HEURISTICS) if exist(_HEURISTICS, f"{_HEURISTICS}.benchmarker") else None
-
 _CODE = "torch._inductor.output_code.CompiledFxGraph"
 _compiled_graph = lookup(_CODE)
 _CAN_WRAP = exist(_CODE, f"{_CODE}.current_callable", f"{_CODE}.mutated_input_idxs")
-
-
-_WRAPPER_CODE = "torch._inductor.codegen.wrapper.PythonWrapperCodegen"
-_META = "triton_meta={"  #: how the options of a kernel begin in generated code
 
 
 def _default_cache_dir() -> str:
@@ -156,40 +151,6 @@ def _inductor_settings(
     return {"post_grad_custom_pre_pass": lower, "custom_partitioner_fn": partition, **known}
 
 
-@contextlib.contextmanager
-def _templates_fuse_products() -> Iterator[None]:
-    """Inside, code that is generated for templates says that products may be fused into sums, as Inductor's own does.
-
-    torch says nothing for launches of other kernels, and Triton changes its default (triton#11270). The method is
-    replaced for the process: call it inside a compilation, where Dynamo's lock keeps others out.
-    """
-    code_of: Any = lookup(_WRAPPER_CODE)
-    if not exist("define_user_defined_triton_kernel", "define_kernel", under=_WRAPPER_CODE):
-        yield
-        return
-    define = code_of.define_user_defined_triton_kernel
-
-    def define_with_fusion(code: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        if not str(getattr(getattr(kernel, "fn", None), "__module__", "")).startswith("tunecompile."):
-            return define(code, kernel, *args, **kwargs)
-        plain = code.define_kernel
-
-        def define_kernel(name: str, body: str, *rest: Any, **more: Any) -> Any:
-            return plain(name, body.replace(_META, f"{_META}'enable_fp_fusion': True, ", 1), *rest, **more)
-
-        code.define_kernel = define_kernel
-        try:
-            return define(code, kernel, *args, **kwargs)
-        finally:
-            del code.define_kernel
-
-    code_of.define_user_defined_triton_kernel = define_with_fusion
-    try:
-        yield
-    finally:
-        code_of.define_user_defined_triton_kernel = define
-
-
 def compile_inductor(
     gm: torch.fx.GraphModule,
     inputs: list,
@@ -232,10 +193,10 @@ def compile_inductor(
             return make_boxed_func(_no_backward)
         _keep_for_another_backward(kind)
         around = keep(graph_module, example_inputs, kind) if keep is not None else None
-        with _templates_fuse_products(), in_order(), turn(graph_module, example_inputs):
+        with templates_fuse_products(), in_order(), turn(graph_module, example_inputs):
             code = _generate(late, kind, partial(compile_fx_inner, graph_module, example_inputs, **kwargs))
         if _CAN_WRAP and isinstance(code, _compiled_graph):
-            code.current_callable = _tuned_quickly(code.current_callable)
+            code.current_callable = tuned_quickly(code.current_callable)
         if (
             wrap is not None
             and isinstance(code, _compiled_graph)
@@ -257,49 +218,6 @@ def compile_inductor(
     with patched(torch._inductor.config, **_LAUNCHES):
         late.finish()  # where there was no second graph
     return compiled
-
-
-class _QuickBenchmarks:
-    """Inductor's benchmarks of a kernel's configurations, with fewer runs: the fastest counts, and 20 tell it."""
-
-    def __init__(self, plain: Any) -> None:
-        self.plain = plain
-
-    def benchmark(self, *args: Any, **kwargs: Any) -> Any:
-        on_cpu = str(kwargs.get("device", "cuda")).startswith("cpu")
-        return self.plain.benchmark(*args, **({} if on_cpu else _FEW_RUNS), **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.plain, name)
-
-
-_FEW_RUNS = {"memory_warmup_iters": 5, "benchmark_iters": 20}
-
-
-def _tuned_quickly(call: Callable) -> Callable:
-    """The same code, whose kernels are tuned in its first call without torch's 200 runs of each configuration.
-
-    These are 1 s of a first step of a dense model and 1.9 s of a hybrid one (H100).
-    """
-    if _heuristics is None:
-        return call
-    tuned = False
-
-    def run(*args: Any) -> Any:
-        nonlocal tuned
-        if tuned:
-            return call(*args)
-        plain = _heuristics.benchmarker
-        plain = plain.plain if isinstance(plain, _QuickBenchmarks) else plain  # by another thread
-        _heuristics.benchmarker = _QuickBenchmarks(plain)
-        try:
-            made = call(*args)
-        finally:
-            _heuristics.benchmarker = plain
-        tuned = True
-        return made
-
-    return run
 
 
 def _generate(late: LateKernels, kind: str, generate: Callable) -> Any:
