@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tunecompile._torch import known_bugs
+from tunecompile._torch.background.deferral import Deferral
+from tunecompile._torch.background.graphs import FinalGraph
 from tunecompile._torch.fake_tensors import select_decomp_table
 from tunecompile._torch.generation.fused_products import templates_fuse_products
 from tunecompile._torch.generation.kernel_order import in_order
@@ -162,6 +164,7 @@ def compile_inductor(
     turn: Turn = _at_once,
     combine: bool = True,
     backward: bool = True,
+    deferral: Deferral | None = None,
 ) -> Callable:
     """Generate code for a graph of Dynamo, and for its backward.
 
@@ -176,9 +179,11 @@ def compile_inductor(
         turn: around the generation of code.
         combine: whether small independent kernels are joined.
         backward: whether there is code for one; else none may be run.
+        deferral: has graphs run op by op whose code is not there yet.
 
     Raises:
         ImportError: this version of torch has no `compile_fx` where it was.
+        NotDeferred: see `Deferral.generate`.
     """
     compile_fx, compile_fx_inner = (
         need(f"torch._inductor.compile_fx.{name}") for name in ("compile_fx", "compile_fx_inner")
@@ -192,9 +197,18 @@ def compile_inductor(
         if kind == "backward" and not backward:
             return make_boxed_func(_no_backward)
         _keep_for_another_backward(kind)
+        if deferral is not None:
+            deferral.begin(graph_module, example_inputs)
         around = keep(graph_module, example_inputs, kind) if keep is not None else None
+        code = partial(_generate, late, kind, partial(compile_fx_inner, graph_module, example_inputs, **kwargs))
         with templates_fuse_products(), in_order(), turn(graph_module, example_inputs):
-            code = _generate(late, kind, partial(compile_fx_inner, graph_module, example_inputs, **kwargs))
+            if deferral is None:
+                code = code()
+            else:
+                final, complete = FinalGraph(graph_module, example_inputs, kwargs), not backward
+                code = deferral.generate(final, code, complete or bool(kwargs.get("is_inference")))
+        if code is None:
+            return deferral.run_op_by_op()
         if _CAN_WRAP and isinstance(code, _compiled_graph):
             code.current_callable = tuned_quickly(code.current_callable)
         if (
@@ -242,6 +256,7 @@ def compile_eager(
     turn: Turn = _at_once,
     combine: bool = True,
     backward: bool = True,
+    deferral: Deferral | None = None,
 ) -> Callable:
     """The same pipeline, with the final graphs interpreted instead of compiled.
 

@@ -75,6 +75,7 @@ from tunecompile.errors.training import (
     UnknownBudget,
     UnknownEntryPoint,
     UnknownPrecision,
+    UnknownWarmup,
 )
 
 __all__ = [
@@ -131,6 +132,7 @@ __all__ = [
     "UnknownEntryPoint",
     "UnknownGpu",
     "UnknownPrecision",
+    "UnknownWarmup",
     "UnknownSchema",
     "UnknownSystem",
     "UnsafeFolder",

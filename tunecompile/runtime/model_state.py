@@ -16,6 +16,7 @@ from tunecompile.errors import NotOptimized
 from tunecompile.integrations.rank_store import RankStore
 from tunecompile.notes import Note
 from tunecompile.planner.device_memory import Spec
+from tunecompile.runtime.background.waiting import Background
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.find_layers import LayerStack
 from tunecompile.runtime.layer_slot import LayerSlot
@@ -28,6 +29,7 @@ from tunecompile.runtime.unpad.unpad import Unpadding
 
 ATTRIBUTE = "_tunecompile"  #: of a model: where its `State` is
 Precision = Literal["fp8"]
+Warmup = Literal["background"]
 
 
 class Verdicts(Protocol):
@@ -58,6 +60,7 @@ class Settings:
     offload_dir: Path | None = None
     host_embedding: bool = False
     verify: Verify | None = None  #: called once, before the first training step
+    warmup: Warmup | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class State(NotCopied):
         self.paddings: list[Unpadding] = []
         self.replays = GraphReplays()
         self.kept = WeightCache()
+        self.background = None if settings.warmup is None else Background()
         self.notes: list[Note] = []
 
     def part(self, kind: type[P]) -> P:

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from tunecompile.compiler.backend import Backend, CompiledAs, Executor
+from tunecompile.compiler.background.process import BackgroundCompiler
 from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.integrations.kernel_functions import TokenLoops
 from tunecompile.integrations.packed_experts.stacks import guards_of_all
 from tunecompile.notes import Note
 from tunecompile.planner.solver import KEEP, Plan
+from tunecompile.runtime.background.waiting import Background
 from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.dynamic_shapes import DynamicShapes
@@ -49,6 +51,7 @@ class Region:
     replays: GraphReplays | None = None
     precision: str | None = None
     kept: WeightCache | None = None
+    background: Background | None = None
     backends: dict[Plan | str, Backend] = field(default_factory=dict)
     variants: dict[tuple[Plan | str, CallKind], Variant] = field(default_factory=dict)
     sizes: DynamicShapes = field(default_factory=DynamicShapes)
@@ -112,7 +115,16 @@ class Region:
         self.variants[(backend.plan, kind)] = found
 
     def _backend(self, name: str, plan: Plan) -> Backend:
-        return Backend(name, self.passes, self.executor, plan, self.replays, self.precision, self.kept)
+        return Backend(
+            name,
+            self.passes,
+            self.executor,
+            plan,
+            self.replays,
+            self.precision,
+            self.kept,
+            background=self._compiler,
+        )
 
     def scoring(self, kind: CallKind, scaled_by_0: bool = False) -> Variant:
         """The variant of a forward without gradients: it saves nothing, so it has no plan and is not recorded.
@@ -129,20 +141,40 @@ class Region:
 
     def _alone(self, name: str, plan: Plan) -> Backend:
         """A backend of forwards: it records nothing, and takes no weights that belong to training steps."""
-        return Backend(name, self.passes, self.executor, plan, precision=self.precision, backward=False)
+        return Backend(
+            name,
+            self.passes,
+            self.executor,
+            plan,
+            precision=self.precision,
+            backward=False,
+            background=self._compiler,
+        )
 
     def _variant(self, way: Plan | str, kind: CallKind, name: str, make: Callable[[str], Backend]) -> Variant:
         key = (way, kind)
         if key not in self.variants:
             if way not in self.backends:
                 self.backends[way] = make(name)
-            self.variants[key] = self._made(name, self.backends[way], kind, way)
+            waits = self.background is not None and self.background.takes(self.name, key)
+            self.variants[key] = self._made(name, self.backends[way], kind, way, waits)
         return self.variants[key]
 
-    def _made(self, name: str, backend: Backend, kind: CallKind, way: Plan | str | None) -> Variant:
+    def _made(
+        self, name: str, backend: Backend, kind: CallKind, way: Plan | str | None, waits: bool = False
+    ) -> Variant:
         """way: None where the plan is made later."""
         compiled_as = CompiledAs(self.itself, self.settings[(kind.flat, kind.unread, *kind.setting)], way)
-        return Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread)
+        return Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread, waits)
+
+    @property
+    def _compiler(self) -> BackgroundCompiler | None:
+        return None if self.background is None else self.background.compiler
+
+    def change_over(self, key: tuple[Plan | str, CallKind]) -> None:
+        """The next call of this kind is compiled anew. A backward that is still to come runs what its forward did."""
+        del self.variants[key]
+        self.itself = object()  # pieces of layers with graph breaks are compiled anew, too
 
 
 def _suffix(plan: Plan) -> str:

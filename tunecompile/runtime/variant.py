@@ -101,11 +101,14 @@ class Variant:
         flat: bool = False,
         guards: Callable[[Sequence[Any]], list[bool]] | None = None,
         unread: bool = False,
+        waits: bool = False,
     ):
         """
         compiled_as: pieces that a variant with an equal one has compiled serve this one, too.
         guards: which of Dynamo's guards count, as torch.compile's option `guard_filter_fn`; None for all.
+        waits: whether graphs may run op by op until their code comes from the background.
         """
+        self.waits, self.jobs = waits, []
         self.flat = flat  #: whether it runs on rows of documents
         self.unread = unread  #: whether attention weights that it returns are not read
         self.compiled_as = compiled_as
@@ -186,10 +189,12 @@ class Variant:
             raise NotTokenWise(mixes)
         gm.meta[WEIGHTS_UNREAD] = self.unread and not self.breaks  # which the next piece may read
         with _saving_here():
-            before = len(self.backend.contexts)
+            before, jobs = len(self.backend.contexts), len(self.backend.jobs)
             with self.effort.timed() as course:
-                compiled = self.backend(gm, inputs, history.goes_on)
+                compiled = self.backend(gm, inputs, history.goes_on, self.waits)
                 made = self.backend.contexts[before:]
+                self.jobs += self.backend.jobs[jobs:]
+                course.waits = len(self.backend.jobs) > jobs
                 course.cached = bool(made) and not any("lower" in context.ran for context in made)
             forget_specialized()
         if why is not None:

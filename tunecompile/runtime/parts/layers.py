@@ -64,7 +64,8 @@ class Layers(Part):
         for norm in find_norms(stack.owner):
             if slot_of(norm) is None:
                 name = "_".join((*stack.path.split(".")[:-1], type(norm).__name__))
-                slot = NormSlot(state.step, norm, Region(name, state.passes, state.settings.executor))
+                region = Region(name, state.passes, state.settings.executor, background=state.background)
+                slot = NormSlot(state.step, norm, region)
                 fill(norm, slot)
                 state.norms.append(slot)
         return [*state.slots[before[0] :], *state.norms[before[1] :]]
@@ -102,7 +103,8 @@ class Layers(Part):
 
 
 def _region(state: State, name: str) -> Region:
-    return Region(name, state.passes, state.settings.executor, state.replays, state.precision, state.kept)
+    shared = state.replays, state.precision, state.kept, state.background
+    return Region(name, state.passes, state.settings.executor, *shared)
 
 
 class EntryHook(NotCopied):

@@ -1,0 +1,1 @@
+"""Graphs that run op by op while another process generates their code."""

@@ -1,0 +1,63 @@
+"""A final graph, run op by op: what runs until there is code for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter
+
+__all__ = ["run_op_by_op", "unknown_random_op"]
+
+_RANDOM, _RANDINT = "prims::inductor_random", "prims::inductor_randint"
+#: ops that Inductor puts in the place of random functions, and that run here as they are
+_SEEDS = ("prims::inductor_seed", "prims::inductor_seeds", "prims::inductor_lookup_seed")
+
+
+def run_op_by_op(gm: GraphModule) -> Callable[[list], Any]:
+    """The graph as compiled code is called: with its inputs in a list, which it empties.
+
+    Ops of ours run as their references, which need no kernel to be compiled. A backward draws the same random numbers
+    as its forward did from the same seed, as compiled code does; torch's own function for that ignores the seed.
+
+    Args:
+        gm: a forward or backward graph. It has to stay as it is.
+    """
+    interpreter = _Seeded(gm)
+
+    def run(inputs: list) -> Any:
+        with torch.no_grad():
+            return interpreter.boxed_run(inputs)
+
+    return run
+
+
+def unknown_random_op(gm: GraphModule) -> str:
+    """The name of a random op in the graph that is not known here; empty where there is none."""
+    known = {_RANDOM, _RANDINT, *_SEEDS}
+    names = {_name(node.target) for node in gm.graph.nodes if node.op == "call_function"}
+    return next((name for name in sorted(names - known) if name.startswith("prims::") and "rand" in name), "")
+
+
+class _Seeded(Interpreter):
+    """Draws random numbers from the seed that it is given."""
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        name = _name(target)
+        if name == _RANDOM:
+            size, seed, mode = args
+            make: Callable = torch.randn if mode == "randn" else torch.rand
+            return make(size, generator=_generator(seed), device=seed.device, dtype=torch.float32)
+        if name == _RANDINT:
+            low, high, size, seed = args
+            return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
+        return super().call_function(target, args, kwargs)
+
+
+def _generator(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed))
+
+
+def _name(target: Any) -> str:
+    return target.name() if isinstance(target, torch._ops.OpOverload) else ""

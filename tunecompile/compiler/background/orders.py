@@ -1,0 +1,91 @@
+"""What the training tells the process that generates code for it: one file for each order, and one for its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.fx import Graph
+
+from tunecompile._torch.inductor import CustomGraphPass, CustomPartitionerFn
+from tunecompile.compiler.partitioner import Lowering, Partitioner
+from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
+
+__all__ = ["Answer", "KnownLowering", "KnownPartitioner", "answer_of", "order_of", "others_of", "write"]
+
+
+def others_of(lower: Lowering, partition: Partitioner) -> tuple:
+    """What code depends on beside its graphs and torch's settings: the passes that run on final graphs."""
+    context = lower.context
+    passes = tuple(each for each in live(lower.passes) if each.stage == "lower")
+    return passes, lower.uuid(), partition.uuid(), context.region, context.plan, context.precision, context.attention
+
+
+class KnownLowering(CustomGraphPass):
+    """The passes of another process on a final graph, under the name that they have there."""
+
+    def __init__(self, passes: Sequence[Pass], uuid: str, context: Context) -> None:
+        self.passes, self.name, self.context = passes, uuid, context
+
+    def uuid(self) -> str:
+        return self.name
+
+    def __call__(self, graph: Graph) -> None:
+        run_stage(self.passes, "lower", graph, self.context)
+
+    def __reduce__(self) -> tuple:
+        return str, (self.name,)
+
+
+class KnownPartitioner(CustomPartitionerFn):
+    """Stands for the one that has cut the graphs in another process."""
+
+    def __init__(self, uuid: str) -> None:
+        self.name = uuid
+
+    def uuid(self) -> str:
+        return self.name
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("these graphs are cut already")
+
+    def __reduce__(self) -> tuple:
+        return str, (self.name,)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one order."""
+
+    seconds: float  #: that code generation took
+    error: str = ""  #: why it failed
+
+
+def order_of(folder: Path, number: int) -> Path:
+    """The file of an order."""
+    return folder / f"{number}.order"
+
+
+def answer_of(folder: Path, number: int) -> Path:
+    """The file of its answer."""
+    return folder / f"{number}.answer"
+
+
+def write(file: Path, content: bytes) -> None:
+    """Write a file that nobody sees before it is whole."""
+    part = file.with_suffix(f"{file.suffix}.part")
+    part.write_bytes(content)
+    part.replace(file)
+
+
+def to_json(answer: Answer) -> bytes:
+    """An answer as its file has it."""
+    return json.dumps({"seconds": answer.seconds, "error": answer.error}).encode()
+
+
+def from_json(content: bytes) -> Answer:
+    """The answer of a file."""
+    return Answer(**json.loads(content))
