@@ -25,6 +25,7 @@ from tunecompile._torch.triton_analysis import analyses_answered_by
 from tunecompile.compiler import attention_backend
 from tunecompile.compiler.background.orders import others_of
 from tunecompile.compiler.background.process import BackgroundCompiler, Job
+from tunecompile.compiler.background.providers import run_by_provider
 from tunecompile.compiler.compile_cache import in_turn
 from tunecompile.compiler.graph_dump import GraphDump
 from tunecompile.compiler.graph_snapshot import replacements, snapshot
@@ -235,7 +236,7 @@ class Backend:
         lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context, self.look)
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         if deferral is not None:
-            deferral.others = partial(others_of, lower, partition)
+            deferral.others, deferral.instead = partial(others_of, lower, partition), run_by_provider
         if self.executor == "inductor" and _device_type(inputs) == "cuda" and known_bugs.MIX_ORDER_REDUCTION.present:
             fault = known_bugs.MIX_ORDER_REDUCTION
             context.notes.append(note("known-bug", fault.package, str(fault)))

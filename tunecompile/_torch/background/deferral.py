@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch.fx import Graph, GraphModule
@@ -30,7 +30,10 @@ class Deferral:
 
     def __init__(self, tried: Collection[str]) -> None:
         self.tried = tried
-        self.others: Callable[[], tuple] = tuple  #: returns what the other process needs besides
+        #: final graphs -> modules of their ops, and what the other process needs besides
+        self.others: Callable[[Sequence[Graph]], tuple[Sequence[str], tuple]] = lambda graphs: ((), ())
+        #: a call's target -> what runs in its place, if anything
+        self.instead: Callable[[Any], Callable | None] = lambda target: None
         self.key = ""  #: of the forward's code, where it is missing
         self.packed = b""  #: for the other process
         self._given: tuple[GraphModule, list] | None = None
@@ -73,13 +76,14 @@ class Deferral:
         assert self._given is not None
         gm, inputs = self._given
         self._given = None
-        run = with_strides(run_op_by_op(gm), inputs)
+        run = with_strides(run_op_by_op(gm, self.instead), inputs)
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
     def _pack(self) -> None:
         try:
-            self.packed = pack(self._graphs, *self.others())
+            modules, others = self.others([graph.gm.graph for graph in self._graphs])
+            self.packed = pack(self._graphs, modules, *others)
         except Exception as error:
             raise NotDeferred(f"{type(error).__name__}: {str(error)[:200]}") from error
         self._graphs = []

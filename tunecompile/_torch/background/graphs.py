@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from tunecompile._torch.fake_tensors import size_hint
 from tunecompile._torch.lookup import exist, exists, lookup, need, patched
 
 __all__ = ["CAN_SEND", "FinalGraph", "Order", "generate", "leave_gpu_alone", "pack", "unpack"]
@@ -65,11 +66,12 @@ def leave_gpu_alone() -> None:
         fake_tensor.init_gpu_context = lambda device: None
 
 
-def pack(graphs: Sequence[FinalGraph], *others: Any) -> bytes:
+def pack(graphs: Sequence[FinalGraph], modules: Sequence[str] = (), *others: Any) -> bytes:
     """All that another process needs to generate code for some graphs. To be called while they are compiled.
 
     Args:
         graphs: a forward, and its backward if it has one.
+        modules: that define ops of these graphs.
         others: what `unpack` gives back besides.
 
     Raises:
@@ -85,7 +87,7 @@ def pack(graphs: Sequence[FinalGraph], *others: Any) -> bytes:
         made.tensors_saved_for_backwards_slice if trained else slice(0),
         made.num_symints_saved_for_bw or 0 if trained else 0,
         {name: get() for name, (get, _) in _FLAGS.items()},
-        _modules(graphs),
+        (*modules, *_modules(graphs)),
     )
     chosen = options(ops_filter=None, node_metadata_key_filter=lambda key: not key.endswith(_STAYS))
     head = pickler.dumps((order.modules, order.config), chosen)  # to be read before ops are looked up
@@ -149,7 +151,7 @@ def _restrided(inputs: Sequence[Any], strides: Sequence[Any], sizes: int) -> lis
     for at, stride in enumerate(strides, sizes):
         if stride is not None and isinstance(made[at], torch.Tensor):
             fixed = tuple(int(each) for each in stride)
-            if any(not isinstance(has, int) or has != wanted for has, wanted in zip(made[at].stride(), fixed)):
+            if tuple(map(size_hint, made[at].stride())) != fixed:
                 made[at] = made[at].as_strided(made[at].size(), fixed)
     return made
 

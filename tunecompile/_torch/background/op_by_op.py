@@ -15,7 +15,7 @@ _RANDOM, _RANDINT = "prims::inductor_random", "prims::inductor_randint"
 _SEEDS = ("prims::inductor_seed", "prims::inductor_seeds", "prims::inductor_lookup_seed")
 
 
-def run_op_by_op(gm: GraphModule) -> Callable[[list], Any]:
+def run_op_by_op(gm: GraphModule, instead: Callable[[Any], Callable | None]) -> Callable[[list], Any]:
     """The graph as compiled code is called: with its inputs in a list, which it empties.
 
     Ops of ours run as their references, which need no kernel to be compiled. A backward draws the same random numbers
@@ -23,8 +23,9 @@ def run_op_by_op(gm: GraphModule) -> Callable[[list], Any]:
 
     Args:
         gm: a forward or backward graph. It has to stay as it is.
+        instead: a call's target -> what runs in its place, if anything.
     """
-    interpreter = _Seeded(gm)
+    interpreter = _Seeded(gm, instead)
 
     def run(inputs: list) -> Any:
         with torch.no_grad():
@@ -43,6 +44,11 @@ def unknown_random_op(gm: GraphModule) -> str:
 class _Seeded(Interpreter):
     """Draws random numbers from the seed that it is given."""
 
+    def __init__(self, gm: GraphModule, instead: Callable[[Any], Callable | None]) -> None:
+        super().__init__(gm)
+        calls = {node.target for node in gm.graph.nodes if node.op == "call_function"}
+        self.instead = {target: found for target in calls if (found := instead(target)) is not None}
+
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         name = _name(target)
         if name == _RANDOM:
@@ -52,6 +58,8 @@ class _Seeded(Interpreter):
         if name == _RANDINT:
             low, high, size, seed = args
             return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
+        if target in self.instead:
+            return self.instead[target](*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 

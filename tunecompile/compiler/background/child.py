@@ -28,6 +28,7 @@ from tunecompile.compiler.background.orders import (
     to_json,
     write,
 )
+from tunecompile.compiler.background.providers import agree
 from tunecompile.compiler.kernel_access_cache import ACCESSES
 from tunecompile.compiler.pass_manager import Context
 
@@ -40,8 +41,9 @@ def fill(packed: bytes) -> None:
     Raises:
         Exception: of many kinds: torch's compiler failed, or this process does not know something of the graphs.
     """
-    graphs, order, (passes, lowered, cut, region, plan, precision, attention), mode = unpack(packed)
-    context = Context(region, plan, precision, tuple(attention))
+    graphs, order, (passes, lowered, cut, about, providers), mode = unpack(packed)
+    agree(providers)
+    context = Context(*about)
     settings = {
         "post_grad_custom_pre_pass": KnownLowering(passes, lowered, context),
         "custom_partitioner_fn": KnownPartitioner(cut),

@@ -11,17 +11,21 @@ from typing import Any
 from torch.fx import Graph
 
 from tunecompile._torch.inductor import CustomGraphPass, CustomPartitionerFn
+from tunecompile.compiler.background.providers import foreign_modules, providers_now
 from tunecompile.compiler.partitioner import Lowering, Partitioner
 from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
 
 __all__ = ["Answer", "KnownLowering", "KnownPartitioner", "answer_of", "order_of", "others_of", "write"]
 
 
-def others_of(lower: Lowering, partition: Partitioner) -> tuple:
-    """What code depends on beside its graphs and torch's settings: the passes that run on final graphs."""
+def others_of(lower: Lowering, partition: Partitioner, graphs: Sequence[Graph]) -> tuple[tuple[str, ...], tuple]:
+    """Modules of the graphs' ops, and what code depends on beside its graphs and torch's settings: the passes that run
+    on final graphs, and the providers of ops.
+    """
     context = lower.context
     passes = tuple(each for each in live(lower.passes) if each.stage == "lower")
-    return passes, lower.uuid(), partition.uuid(), context.region, context.plan, context.precision, context.attention
+    about = context.region, context.plan, context.precision, context.attention
+    return foreign_modules(graphs), (passes, lower.uuid(), partition.uuid(), about, providers_now())
 
 
 class KnownLowering(CustomGraphPass):

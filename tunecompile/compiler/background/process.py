@@ -45,7 +45,7 @@ class BackgroundCompiler:
             return
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="tunecompile-background-"))
-            weakref.finalize(self, shutil.rmtree, self._folder, True)
+            weakref.finalize(self, _remove, self._folder, os.getpid())
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -55,7 +55,7 @@ class BackgroundCompiler:
                 stderr=log,
                 env=environment,
             )
-        weakref.finalize(self, _end, self._process)
+        weakref.finalize(self, _end, self._process, os.getpid())
 
     def order(self, key: str, packed: bytes) -> Job:
         """Have code generated.
@@ -99,12 +99,20 @@ class BackgroundCompiler:
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
-            _end(self._process)
+            _end(self._process, os.getpid())
             self._process = None
 
 
-def _end(process: subprocess.Popen) -> None:
-    """End a process, which may be gone."""
+def _remove(folder: Path, owner: int) -> None:
+    """owner: the process that made it; one that it forked has a copy of all that is to be done at the end."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(process: subprocess.Popen, owner: int) -> None:
+    """End a process, which may be gone. owner: the process that started it."""
+    if os.getpid() != owner:
+        return
     if process.stdin is not None:
         process.stdin.close()
     process.terminate()
