@@ -183,7 +183,7 @@ def compile_inductor(
 
     Raises:
         ImportError: this version of torch has no `compile_fx` where it was.
-        NotDeferred: see `Deferral.generate`.
+        NotDeferred: see `Deferral.add`.
     """
     compile_fx, compile_fx_inner = (
         need(f"torch._inductor.compile_fx.{name}") for name in ("compile_fx", "compile_fx_inner")
@@ -197,30 +197,23 @@ def compile_inductor(
         if kind == "backward" and not backward:
             return make_boxed_func(_no_backward)
         _keep_for_another_backward(kind)
-        if deferral is not None:
-            deferral.begin(graph_module, example_inputs)
+        given = None if deferral is None else deferral.begin(graph_module, example_inputs)
         around = keep(graph_module, example_inputs, kind) if keep is not None else None
-        code = partial(_generate, late, kind, partial(compile_fx_inner, graph_module, example_inputs, **kwargs))
+        generate = partial(_generate, late, kind, partial(compile_fx_inner, graph_module, example_inputs, **kwargs))
         with templates_fuse_products(), in_order(), turn(graph_module, example_inputs):
-            if deferral is None:
-                code = code()
+            if given is None:
+                code = generate()
             else:
-                final, complete = FinalGraph(graph_module, example_inputs, kwargs), not backward
-                code = deferral.generate(final, code, complete or bool(kwargs.get("is_inference")))
-        if code is None:
-            return deferral.run_op_by_op()
-        if _CAN_WRAP and isinstance(code, _compiled_graph):
-            code.current_callable = tuned_quickly(code.current_callable)
-        if (
-            wrap is not None
-            and isinstance(code, _compiled_graph)
-            and not kwargs.get("is_inference")
-            and not code.mutated_input_idxs
-        ):
+                final = FinalGraph(graph_module, example_inputs, kwargs)
+                code = given.code(final, generate, complete=not backward or bool(kwargs.get("is_inference")))
+        if not _CAN_WRAP or not isinstance(code, _compiled_graph):
+            return code
+        code.current_callable = tuned_quickly(code.current_callable)
+        if wrap is not None and not kwargs.get("is_inference") and not code.mutated_input_idxs:
             code.current_callable = wrap(code.current_callable, kind, kwargs.get("static_input_idxs", ()))
         if around is not None:
             code.current_callable = around(code.current_callable)
-        if kind == "backward" and isinstance(code, _compiled_graph) and _CAN_WRAP:
+        if kind == "backward":
             code.current_callable = with_strides(code.current_callable, example_inputs)
         return code
 

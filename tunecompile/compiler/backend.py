@@ -15,7 +15,6 @@ import torch
 from torch.fx import GraphModule
 
 from tunecompile._torch import known_bugs
-from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.background.deferral import Deferral, NotDeferred
 from tunecompile._torch.card import has_bfloat16
 from tunecompile._torch.cuda import attention_order
@@ -132,7 +131,7 @@ class Backend:
         if not floats_change:
             specialize_floats(gm)  # patterns bind scales and epsilons as constants
         try:
-            if waits and self.background is not None and not in_backward() and not in_checkpoint():
+            if waits and self.background is not None:
                 return self._defer(gm, inputs, self.background)
             return self._attempt(gm, inputs)
         except TensorifyScalarRestartAnalysis:  # a request to Dynamo, not a failure
@@ -171,7 +170,7 @@ class Backend:
         Raises:
             Exception: any, of a pass or of torch's compiler.
         """
-        deferral = Deferral(background.tried)
+        deferral = Deferral(background.tried, background.draws)
         try:
             compiled = self._attempt(gm, inputs, deferral=deferral)
         except NotDeferred as reason:

@@ -99,22 +99,27 @@ class DynamicShapes:
                 )
         return ()
 
-    def mark(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int = 0) -> None:
+    def mark(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int = 0) -> bool:
         """Mark the dimensions of one call's arguments that follow the batch, whose rows and length are `sizes`.
 
         layer: the place of the layer that is called.
+
+        Returns:
+            Whether they are others than the first lengths.
         """
         seen = self.seen[layer]
         seen.look(tensors, sizes)
         if self.first is None:
             self.first = seen.lengths
         _mark(tensors, seen, seen.lengths != self.first)
+        return seen.lengths != self.first
 
-    def mark_all(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int = 0) -> None:
-        """As `mark`, also at the first lengths."""
+    def mark_all(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int = 0) -> bool:
+        """As `mark`, with the first lengths as all others."""
         seen = self.seen[layer]
         seen.look(tensors, sizes)
         _mark(tensors, seen, True)
+        return True
 
 
 def _mark(tensors: Sequence[tuple[Any, Tensor]], seen: _Shapes, following: bool) -> None:

@@ -341,7 +341,7 @@ class LayerSlot:
     def _kind(self, args: tuple, kwargs: dict, scores: bool = False) -> tuple[CallKind, tuple[int, ...]]:
         """The key of a variant, and the batch's sizes, which are marked as dynamic."""
         tensors = list(tensors_in(args, kwargs))
-        sizes = DynamicShapes.of(tensors)
+        sizes, others = DynamicShapes.of(tensors), False
         if OFFSETS in kwargs:
             mark_flat(tensors, sizes[1])
         elif LONGEST_IMAGE in kwargs or (self.region.in_tower and len(sizes) == 1):
@@ -349,7 +349,7 @@ class LayerSlot:
             self.step.images = True
         else:
             other = scores or self.step.images  # than the first lengths: rows are as long as their images are large
-            (self.region.sizes.mark_all if other else self.region.sizes.mark)(tensors, sizes, self.place)
+            others = (self.region.sizes.mark_all if other else self.region.sizes.mark)(tensors, sizes, self.place)
         self.hooks = self.inside.hooks
         setting = (
             torch.is_grad_enabled(),
@@ -363,7 +363,8 @@ class LayerSlot:
         ones, kinds = (size == 1 for size in sizes), ((where, t.dtype, t.requires_grad) for where, t in tensors)
         by_hooks = output_capturing.collects_attention(self.owner) and not setting[3] and not self.inside.collected
         left_out = are_unread(kwargs, by_hooks) and self.placement is None and not self.region.weights_read
-        return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out), sizes
+        others &= self.region.background is not None
+        return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out, others), sizes
 
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients, by the code that trains: of another graph some sums are rounded otherwise."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile.compiler.backend import Backend, CompiledAs, Executor
 from tunecompile.compiler.background.process import BackgroundCompiler
 from tunecompile.compiler.partitioner import JointGraph
@@ -39,6 +40,9 @@ class CallKind(NamedTuple):
     tensors: tuple  #: what it guards in each function: dtypes, say
     flat: bool = False  #: whether it is a call on a row of documents
     unread: bool = False  #: whether its caller says that it does not read attention weights
+    #: whether its sizes are others than the first ones. Where code comes from the background, these have a function of
+    #: their own: that of the first ones is not traced anew when there is code for all others
+    others: bool = False
 
 
 @dataclass
@@ -153,10 +157,12 @@ class Region:
 
     def _variant(self, way: Plan | str, kind: CallKind, name: str, make: Callable[[str], Backend]) -> Variant:
         key = (way, kind)
+        if (known := self.variants.get(key)) is not None and known.jobs and in_checkpoint() and not in_backward():
+            self.change_over(key)  # the backward will repeat this call, which may be by code then
         if key not in self.variants:
             if way not in self.backends:
                 self.backends[way] = make(name)
-            waits = self.background is not None and self.background.takes(self.name, key)
+            waits = self.background is not None and self.background.takes(self.name, key) and not in_checkpoint()
             self.variants[key] = self._made(name, self.backends[way], kind, way, waits)
         return self.variants[key]
 
@@ -164,7 +170,8 @@ class Region:
         self, name: str, backend: Backend, kind: CallKind, way: Plan | str | None, waits: bool = False
     ) -> Variant:
         """way: None where the plan is made later."""
-        compiled_as = CompiledAs(self.itself, self.settings[(kind.flat, kind.unread, *kind.setting)], way)
+        compiled_as = CompiledAs(self.itself, self.settings[(kind.flat, kind.unread, kind.others, *kind.setting)], way)
+        name += "_other_sizes" if kind.others else ""  # Dynamo keeps by name what it has learnt of sizes
         return Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread, waits)
 
     @property
@@ -173,8 +180,11 @@ class Region:
 
     def change_over(self, key: tuple[Plan | str, CallKind]) -> None:
         """The next call of this kind is compiled anew. A backward that is still to come runs what its forward did."""
-        del self.variants[key]
-        self.itself = object()  # pieces of layers with graph breaks are compiled anew, too
+        changed = self.variants.pop(key)
+        if changed.breaks:  # others may run its pieces
+            alike = [other for other, each in self.variants.items() if each.compiled_as == changed.compiled_as]
+            self.variants = {other: each for other, each in self.variants.items() if other not in alike}
+        self.itself = object()  # no piece that was compiled before serves the next variant
 
 
 def _suffix(plan: Plan) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.dynamo import (
     TorchRuntimeError,
     call_whole,
@@ -188,10 +189,11 @@ class Variant:
         if self.flat and mixes is not None:
             raise NotTokenWise(mixes)
         gm.meta[WEIGHTS_UNREAD] = self.unread and not self.breaks  # which the next piece may read
+        waits = self.waits and not in_backward() and not in_checkpoint()  # what is computed twice stays of one kind
         with _saving_here():
             before, jobs = len(self.backend.contexts), len(self.backend.jobs)
             with self.effort.timed() as course:
-                compiled = self.backend(gm, inputs, history.goes_on, self.waits)
+                compiled = self.backend(gm, inputs, history.goes_on, waits)
                 made = self.backend.contexts[before:]
                 self.jobs += self.backend.jobs[jobs:]
                 course.waits = len(self.backend.jobs) > jobs

@@ -72,10 +72,11 @@ def optimize(
         executor: "inductor" generates code; "eager" runs the rewritten graphs op by op, to distinguish a fault of a
             pass from a fault of code generation.
         warmup: None: a region's code is generated before its first call. "background": a process of its own generates
-            it while the first steps run, and a region runs op by op until its code is there; `tunecompile.report(model)`
-            says at which step it changed over. Losses differ by rounding before and after that, so two runs of one seed
-            do too. Until then a step takes longer, and more memory, than compiled code does. With a budget, several
-            ranks, or `verify`, code is generated first all the same, and the report says so.
+            it while the first steps run, and a region runs op by op until its code is there.
+            `tunecompile.report(model)` says at which step it changed over. Losses before and after that differ by
+            rounding, so that two runs of one seed do, too. Until then a step takes longer, and more memory, than it
+            does with code. With a budget, several ranks, or `verify`, code is generated first all the same, and the
+            report says so.
 
     The environment variable TUNECOMPILE=0 turns this function into a no-op. TUNECOMPILE_DUMP=folder writes the graphs
     after each pass to that folder. Installed packages may provide their own passes (the entry-point group

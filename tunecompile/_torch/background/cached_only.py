@@ -14,7 +14,7 @@ _COMPILE_FX = "torch._inductor.compile_fx"
 _CACHE = "torch._inductor.codecache.FxGraphCache"
 _compile_fx: Any = lookup(_COMPILE_FX)
 _cache: Any = lookup(_CACHE)
-#: whether this version of torch has what is asked for here
+#: whether this version of torch has what this needs
 CAN_LOOK = exist(_COMPILE_FX, f"{_COMPILE_FX}.fx_codegen_and_compile", f"{_CACHE}.load_with_key")
 
 

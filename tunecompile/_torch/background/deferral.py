@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule
 
 from tunecompile._torch.background.cached_only import CAN_LOOK, NotCached, cached_only
 from tunecompile._torch.background.graphs import CAN_SEND, FinalGraph, pack
-from tunecompile._torch.background.op_by_op import run_op_by_op, unknown_random_op
+from tunecompile._torch.background.op_by_op import draws_numbers, run_op_by_op, unknown_random_op
 from tunecompile._torch.saved_strides import with_strides
 
 __all__ = ["CAN_DEFER", "Deferral", "NotDeferred"]
 
-CAN_DEFER = CAN_LOOK and CAN_SEND  #: whether this version of torch has what is asked for here
+CAN_DEFER = CAN_LOOK and CAN_SEND  #: whether this version of torch has what this needs
 
 
 class NotDeferred(Exception):
@@ -25,60 +26,37 @@ class Deferral:
     """Of one compilation: whether there is code for its graphs, and else what another process needs to make it.
 
     Args:
-        tried: keys of code that was asked for before. Where it is still missing, it is generated here.
+        tried: keys of code that was ordered before. Where it is still missing, it is generated here.
+        draws: whether graphs that draw random numbers may wait, too: code draws others.
     """
 
-    def __init__(self, tried: Collection[str]) -> None:
-        self.tried = tried
+    def __init__(self, tried: Collection[str], draws: bool) -> None:
+        self.tried, self.draws = tried, draws
         #: final graphs -> modules of their ops, and what the other process needs besides
         self.others: Callable[[Sequence[Graph]], tuple[Sequence[str], tuple]] = lambda graphs: ((), ())
         #: a call's target -> what runs in its place, if anything
         self.instead: Callable[[Any], Callable | None] = lambda target: None
         self.key = ""  #: of the forward's code, where it is missing
         self.packed = b""  #: for the other process
-        self._given: tuple[GraphModule, list] | None = None
         self._graphs: list[FinalGraph] = []
 
-    def begin(self, gm: GraphModule, inputs: list) -> None:
+    def begin(self, gm: GraphModule, inputs: list) -> GivenGraph:
         """One graph's turn, as it comes. The forward is first."""
-        if isinstance(gm, GraphModule):
-            self._given = _copied(gm), list(inputs)
+        return GivenGraph(self, _copied(gm), list(inputs))
 
-    def generate(self, graph: FinalGraph, compile_fx: Callable[[], Any], complete: bool) -> Any:
-        """Inductor's code for this graph; None where it runs op by op.
-
-        Args:
-            graph: as Inductor gets it.
-            compile_fx: runs Inductor.
-            complete: whether no other graph follows.
+    def add(self, graph: FinalGraph, complete: bool) -> None:
+        """One more graph runs op by op.
 
         Raises:
             NotDeferred: the graphs cannot be sent, or would not run right op by op.
         """
-        backward = bool(graph.kwargs.get("is_backward"))
-        if backward and not self.key:
-            return compile_fx()
-        if not backward:
-            try:
-                with cached_only(self.tried):
-                    return compile_fx()
-            except NotCached as missing:
-                self.key = missing.key
         if unknown := unknown_random_op(graph.gm):
             raise NotDeferred(f"{unknown} draws other numbers op by op")
+        if not self.draws and draws_numbers(graph.gm):
+            raise NotDeferred("it draws random numbers, and a checkpoint may repeat it with its code")
         self._graphs.append(graph)
-        if backward or complete:
+        if complete:
             self._pack()
-        return None
-
-    def run_op_by_op(self) -> Callable[[list], Any]:
-        """What runs in the place of the code that `generate` did not give."""
-        assert self._given is not None
-        gm, inputs = self._given
-        self._given = None
-        run = with_strides(run_op_by_op(gm, self.instead), inputs)
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
 
     def _pack(self) -> None:
         try:
@@ -87,6 +65,40 @@ class Deferral:
         except Exception as error:
             raise NotDeferred(f"{type(error).__name__}: {str(error)[:200]}") from error
         self._graphs = []
+
+
+@dataclass
+class GivenGraph:
+    """A graph as it comes, before anything is changed for its code."""
+
+    deferral: Deferral
+    gm: GraphModule
+    inputs: list
+
+    def code(self, final: FinalGraph, generate: Callable[[], Any], complete: bool) -> Any:
+        """What runs: Inductor's code if it is there, else this graph op by op.
+
+        Args:
+            final: as Inductor gets it.
+            generate: runs Inductor.
+            complete: whether no other graph follows, not even a backward.
+
+        Raises:
+            NotDeferred: see `Deferral.add`.
+        """
+        deferral, backward = self.deferral, bool(final.kwargs.get("is_backward"))
+        if backward and not deferral.key:
+            return generate()
+        if not backward:
+            try:
+                with cached_only(deferral.tried):
+                    return generate()
+            except NotCached as missing:
+                deferral.key = missing.key
+        deferral.add(final, complete or backward)
+        run = with_strides(run_op_by_op(self.gm, deferral.instead), self.inputs)
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
 
 def _copied(gm: GraphModule) -> GraphModule:

@@ -26,7 +26,7 @@ _SHAPES = "torch.fx.experimental.symbolic_shapes.ShapeEnv"
 _CONTEXT = "torch._guards.TracingContext"
 _metadata = "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta"
 _wrap: Any = lookup("torch._higher_order_ops.triton_kernel_wrap")
-#: whether this version of torch has what is asked for here
+#: whether this version of torch has what this needs
 CAN_SEND = (
     exist("GraphPickler", "GraphPickler.dumps", "GraphPickler.loads", "Options", under=_PICKLER)
     and exist(_SHAPES, f"{_CONTEXT}.try_get", f"{_CONTEXT}.fw_metadata", f"{_CONTEXT}.report_output_strides")
@@ -80,12 +80,11 @@ def pack(graphs: Sequence[FinalGraph], modules: Sequence[str] = (), *others: Any
     for graph in graphs:
         _name_kernels(graph)
     pickler, options = need(f"{_PICKLER}.GraphPickler"), need(f"{_PICKLER}.Options")
-    made = need(f"{_CONTEXT}.try_get")().fw_metadata
-    trained = made is not None and len(graphs) > 1
+    made: Any = need(f"{_CONTEXT}.try_get")().fw_metadata if len(graphs) > 1 else None
     order = Order(
         need("torch._inductor.config.save_config_portable")(),
-        made.tensors_saved_for_backwards_slice if trained else slice(0),
-        made.num_symints_saved_for_bw or 0 if trained else 0,
+        slice(0) if made is None else made.tensors_saved_for_backwards_slice,
+        0 if made is None else made.num_symints_saved_for_bw or 0,
         {name: get() for name, (get, _) in _FLAGS.items()},
         (*modules, *_modules(graphs)),
     )
@@ -163,7 +162,7 @@ def _name_kernels(graph: FinalGraph) -> None:
         ValueError: one cannot be imported.
     """
     for node in _launches(graph.gm):
-        number, constants = node.kwargs["kernel_idx"], node.kwargs["constant_args_idx"]
+        number, constants = _numbers(node)
         graph.kernels[number] = _place(_wrap.kernel_side_table.get_kernel(number))
         graph.constants[constants] = _wrap.kernel_side_table.get_constant_args(constants)
 
@@ -173,8 +172,8 @@ def _enter_kernels(graph: FinalGraph) -> None:
     kernels = {old: _wrap.kernel_side_table.add_kernel(_find(*place)) for old, place in graph.kernels.items()}
     constants = {old: _wrap.kernel_side_table.add_constant_args(given) for old, given in graph.constants.items()}
     for node in _launches(graph.gm):
-        new = kernels[node.kwargs["kernel_idx"]], constants[node.kwargs["constant_args_idx"]]
-        node.kwargs = {**node.kwargs, "kernel_idx": new[0], "constant_args_idx": new[1]}
+        kernel, given = _numbers(node)
+        node.kwargs = {**node.kwargs, "kernel_idx": kernels[kernel], "constant_args_idx": constants[given]}
     if kernels:
         graph.gm.recompile()
 
@@ -182,6 +181,11 @@ def _enter_kernels(graph: FinalGraph) -> None:
 def _launches(gm: GraphModule) -> list[torch.fx.Node]:
     modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
     return [node for module in modules for node in module.graph.nodes if "kernel_idx" in node.kwargs]
+
+
+def _numbers(launch: torch.fx.Node) -> tuple[Any, Any]:
+    """Of its kernel and its constant arguments, in torch's tables."""
+    return launch.kwargs["kernel_idx"], launch.kwargs["constant_args_idx"]
 
 
 def _place(kernel: Any) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter
 
-__all__ = ["run_op_by_op", "unknown_random_op"]
+__all__ = ["draws_numbers", "run_op_by_op", "unknown_random_op"]
 
 _RANDOM, _RANDINT = "prims::inductor_random", "prims::inductor_randint"
 #: ops that Inductor puts in the place of random functions, and that run here as they are
@@ -36,9 +36,17 @@ def run_op_by_op(gm: GraphModule, instead: Callable[[Any], Callable | None]) -> 
 
 def unknown_random_op(gm: GraphModule) -> str:
     """The name of a random op in the graph that is not known here; empty where there is none."""
-    known = {_RANDOM, _RANDINT, *_SEEDS}
-    names = {_name(node.target) for node in gm.graph.nodes if node.op == "call_function"}
-    return next((name for name in sorted(names - known) if name.startswith("prims::") and "rand" in name), "")
+    names = _names(gm) - {_RANDOM, _RANDINT, *_SEEDS}
+    return next((name for name in sorted(names) if name.startswith("prims::") and "rand" in name), "")
+
+
+def draws_numbers(gm: GraphModule) -> bool:
+    """Whether the graph draws random numbers from seeds."""
+    return bool(_names(gm) & {_RANDOM, _RANDINT})
+
+
+def _names(gm: GraphModule) -> set[str]:
+    return {_name(node.target) for node in gm.graph.nodes if node.op == "call_function"}
 
 
 class _Seeded(Interpreter):

@@ -45,7 +45,7 @@ class KnownLowering(CustomGraphPass):
 
 
 class KnownPartitioner(CustomPartitionerFn):
-    """Stands for the one that has cut the graphs in another process."""
+    """In the place of the one that has cut the graphs in another process."""
 
     def __init__(self, uuid: str) -> None:
         self.name = uuid

@@ -18,6 +18,7 @@ __all__ = ["BackgroundCompiler", "Job"]
 
 LONGEST = 900.0  #: seconds that one order may take. Then its code is generated in the training
 
+
 @dataclass
 class Job:
     """Code that was ordered."""
@@ -36,6 +37,7 @@ class BackgroundCompiler:
     def __init__(self) -> None:
         self.tried: set[str] = set()  #: keys of forwards whose code was ordered
         self.jobs: list[Job] = []
+        self.draws = True  #: whether graphs that draw random numbers may wait for their code as well
         self._folder: Path | None = None
         self._process: subprocess.Popen | None = None
 

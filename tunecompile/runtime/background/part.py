@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from tunecompile._torch.background.deferral import CAN_DEFER
 from tunecompile._torch.distributed import several
 from tunecompile._torch.inductor import keeps_code
 from tunecompile.notes import Note, note
 from tunecompile.runtime.background.waiting import Change
+from tunecompile.runtime.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import ModelCall, Part, State
 from tunecompile.runtime.region import Region
 
@@ -28,12 +30,18 @@ class BackgroundCode(Part):
         if state.background.refused is None:
             state.background.compiler.start()
 
+    def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
+        """A forward without gradients may be one that a checkpoint repeats with gradients, after a change."""
+        if state.background is not None:
+            state.background.compiler.draws = False
+
     def before_step(self, state: State, call: ModelCall) -> None:
         """Comes behind the budget's, which may be made now."""
         background = state.background
         if background is None:
             return
         background.step += call.counts
+        background.compiler.draws = True
         background.refused = _refused(state)
         waiting = [
             (region, key, variant)
@@ -44,7 +52,8 @@ class BackgroundCode(Part):
         if waiting:
             background.compiler.look()
         for region, key, variant in waiting:
-            if all(job.answer is not None for job in variant.jobs) or background.refused is not None:
+            over = all(job.answer is not None for job in variant.jobs) or background.refused is not None
+            if over and region.variants.get(key) is variant:  # it may have gone with another one
                 self._change_over(state, region, key, variant.jobs)
 
     def _change_over(self, state: State, region: Region, key: tuple, jobs: list) -> None:

@@ -1,0 +1,104 @@
+"""A model whose code is made when a test says so, in this process: what the other process does, without its start."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch._inductor import compile_fx
+
+import tunecompile
+from tunecompile.compiler.background import child
+from tunecompile.compiler.background.orders import Answer
+from tunecompile.compiler.background.process import BackgroundCompiler, Job
+from tunecompile.runtime import model_state
+from tunecompile.runtime.background import waiting
+
+WIDTH = 16
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.inner, self.dropout = nn.Linear(WIDTH, WIDTH), dropout
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.nn.functional.dropout(self.inner(hidden), self.dropout)
+
+
+class Stack(nn.Module):
+    """Layers, and a sum of squares of all that they give."""
+
+    def __init__(self, layers: int, dropout: float):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(layers))
+        self.last = torch.empty(0, device="cpu")  #: what the last layer gave
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        total = 0.0
+        for layer in self.layers:
+            hidden = layer(hidden)
+            total = total + hidden.square().mean()
+        self.last = hidden
+        return total
+
+
+def batch(rows: int = 4, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, 8, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def stack(layers: int = 2, dropout: float = 0.0) -> Stack:
+    torch.manual_seed(0)
+    return Stack(layers, dropout).train()
+
+
+class Later(BackgroundCompiler):
+    """Answers orders when it is told to."""
+
+    def start(self) -> None:
+        self.orders: list[bytes] = getattr(self, "orders", [])
+
+    def order(self, key: str, packed: bytes) -> Job:
+        self.start()
+        self.tried.add(key)
+        self.jobs.append(Job(key))
+        self.orders.append(packed)
+        return self.jobs[-1]
+
+    def look(self) -> None:
+        pass
+
+    def deliver(self, error: str = "") -> None:
+        """Answer all orders. error: in the place of code."""
+        for job, packed in zip(self.jobs, self.orders):
+            if job.answer is None:
+                if not error:
+                    child.fill(packed)
+                job.answer = Answer(0.1, error)
+
+
+class Generated:
+    """How often this process generates code for a graph."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.graphs, plain = 0, compile_fx.fx_codegen_and_compile
+
+        def counting(*args, **kwargs):
+            self.graphs += 1
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", counting)
+
+
+def warming(model: nn.Module, monkeypatch, **options) -> Later:
+    """Optimize a model, whose code comes from what is returned."""
+    monkeypatch.setattr(model_state, "Background", lambda: waiting.Background(Later()))
+    tunecompile.optimize(model, warmup="background", **options)
+    return model._tunecompile.background.compiler
+
+
+def step(model: nn.Module, given: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(Loss, gradients by name)."""
+    model.zero_grad()
+    loss = model(given)
+    loss.backward()
+    return loss.detach(), {name: each.grad.clone() for name, each in model.named_parameters()}

@@ -1,0 +1,80 @@
+"""The process that generates code: it is started, answers, and may die."""
+
+import copy
+import time
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import tunecompile
+from tests.runtime.background.later import Generated, batch, stack, step
+from tests.support.compare import assert_close
+from tests.support.notes import find, has
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PATIENCE = 240  #: seconds
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """No code of another test's."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters.clear()
+
+
+def trained(model, reference) -> int:
+    """Train until the region has changed over. Returns the number of steps."""
+    until = time.monotonic() + PATIENCE
+    for seed in range(10**6):
+        assert_close(step(model, batch(seed=seed % 5)), step(reference, batch(seed=seed % 5)))
+        if find(model, "changed-over", "not-from-background"):
+            return seed + 1
+        assert time.monotonic() < until, tunecompile.report(model)
+        time.sleep(0.1)
+    raise AssertionError
+
+
+def test_a_training_without_a_stall(monkeypatch):
+    """Catches code that this process generates, and keys that differ between the two."""
+    model, made = stack(), Generated(monkeypatch)
+    reference = copy.deepcopy(model)
+    tunecompile.optimize(model, warmup="background")
+    process = model._tunecompile.background.compiler._process
+    steps = trained(model, reference)
+    assert steps > 1
+    assert (made.graphs, counters["inductor"]["fxgraph_cache_hit"]) == (0, 2)
+    (note,) = find(model, "changed-over")
+    assert note.fields["step"] == steps
+    assert process.poll() is None
+    tunecompile.restore(model)
+    assert process.poll() is not None
+
+
+def test_a_process_that_dies(monkeypatch):
+    """Its code is made here. Catches a training that waits for it."""
+    model, made = stack(), Generated(monkeypatch)
+    reference = copy.deepcopy(model)
+    tunecompile.optimize(model, warmup="background")
+    compiler = model._tunecompile.background.compiler
+    assert_close(step(model, batch()), step(reference, batch()))
+    compiler._process.kill()
+    compiler._process.wait()
+    assert trained(model, reference) == 1
+    assert made.graphs == 2
+    assert has(model, "not-from-background", detail="its process ended")
+
+
+def test_settings_of_torch_reach_it(monkeypatch):
+    """Codes' keys depend on them. Catches one that is not sent."""
+    model, made = stack(), Generated(monkeypatch)
+    reference = copy.deepcopy(model)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with torch._inductor.config.patch({"epilogue_fusion": False}):
+            tunecompile.optimize(model, warmup="background")
+            trained(model, reference)
+    finally:
+        torch.set_num_threads(threads)
+    assert made.graphs == 0
