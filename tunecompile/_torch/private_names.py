@@ -356,12 +356,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         last_checked=("2.13",),
     ),
     *group(
-        "the process that generates code in the background takes memory of the GPU",
-        *("fake_tensor", "fake_tensor.init_gpu_context"),
-        under="torch._subclasses",
-        last_checked=("2.13",),
-    ),
-    *group(
         "caches are where TORCHINDUCTOR_CACHE_DIR says, or in the folder for temporary files",
         "torch._inductor.runtime.cache_dir_utils.cache_dir",
         "torch._inductor.runtime.cache_dir_utils.default_cache_dir",

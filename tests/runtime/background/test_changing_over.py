@@ -49,6 +49,9 @@ def test_a_region_changes_over(monkeypatch):
     assert (made.graphs, len(code.orders), hits()) == (generated, 1, 2)
     (note,) = find(model, "changed-over")
     assert note.fields["step"] == 3
+    (region,) = tunecompile.report(model).to_dict()["regions"]
+    (change,) = region["changed_over"]
+    assert (change["step"], change["error"]) == (3, "")
     assert not has(model, "waits-for-code")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 from torch.fx import GraphModule
 
 from tunecompile._torch.fake_tensors import size_hint
-from tunecompile._torch.lookup import exist, exists, lookup, need, patched
+from tunecompile._torch.lookup import exist, lookup, need, patched
 
-__all__ = ["CAN_SEND", "FinalGraph", "Order", "generate", "leave_gpu_alone", "pack", "unpack"]
+__all__ = ["CAN_SEND", "FinalGraph", "Order", "generate", "pack", "unpack"]
 
 _PICKLER = "torch.fx._graph_pickler"
 _SHAPES = "torch.fx.experimental.symbolic_shapes.ShapeEnv"
@@ -57,13 +57,6 @@ class Order:
     sizes: int  #: how many sizes a backward takes before them
     flags: dict[str, Any]  #: of the process
     modules: tuple[str, ...]  #: that register the graphs' ops
-
-
-def leave_gpu_alone() -> None:
-    """Let fake tensors of a GPU take none of its memory in this process."""
-    fake_tensor: Any = lookup("torch._subclasses.fake_tensor")
-    if exists("torch._subclasses.fake_tensor.init_gpu_context"):
-        fake_tensor.init_gpu_context = lambda device: None
 
 
 def pack(graphs: Sequence[FinalGraph], modules: Sequence[str] = (), *others: Any) -> bytes:
@@ -131,9 +124,10 @@ def generate(graphs: Sequence[FinalGraph], order: Order, mode: Any, settings: di
     for name, (get, put) in _FLAGS.items():
         if get() != order.flags[name]:
             put(order.flags[name])
+    _begin_on({each.device for graph in graphs for each in graph.inputs if isinstance(each, torch.Tensor)})
     strides: Any = None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._inductor.config.patch({**order.config, **settings}))
+        stack.enter_context(patched(torch._inductor.config, **{**order.config, **settings}))
         stack.enter_context(v.set_fake_mode(mode))
         stack.enter_context(lookup("torch._guards.tracing")(context))
         stack.enter_context(need("torch._dispatch.python.enable_python_dispatcher")())
@@ -142,6 +136,13 @@ def generate(graphs: Sequence[FinalGraph], order: Order, mode: Any, settings: di
             inputs = graph.inputs if strides is None else _restrided(graph.inputs, strides[order.saved], order.sizes)
             with torch.no_grad(), around(), context.report_output_strides() as strides:
                 compile_fx_inner(graph.gm, inputs, **graph.kwargs)
+
+
+def _begin_on(devices: Collection[torch.device]) -> None:
+    """Have contexts on GPUs: Inductor loads kernels, for which a context has to be there."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.empty(1, device=device)
 
 
 def _restrided(inputs: Sequence[Any], strides: Sequence[Any], sizes: int) -> list[Any]:
@@ -215,7 +216,7 @@ def _find(module: str, name: str) -> Any:
 def _modules(graphs: Sequence[FinalGraph]) -> tuple[str, ...]:
     """Modules that register ops, as far as they are called like the ops' namespaces."""
     calls = (node.target for graph in graphs for node in graph.gm.graph.nodes if node.op == "call_function")
-    named = {call.namespace for call in calls if isinstance(call, torch._ops.OpOverload)}
+    named = {getattr(call, "namespace", "torch") for call in calls}
     return tuple(sorted(name for name in named if name in sys.modules and name != "torch"))
 
 

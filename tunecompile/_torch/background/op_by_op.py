@@ -76,4 +76,4 @@ def _generator(seed: torch.Tensor) -> torch.Generator:
 
 
 def _name(target: Any) -> str:
-    return target.name() if isinstance(target, torch._ops.OpOverload) else ""
+    return getattr(getattr(target, "_schema", None), "name", "")

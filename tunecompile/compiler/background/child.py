@@ -1,7 +1,8 @@
 """The process that generates code: `python -m tunecompile.compiler.background.child FOLDER`.
 
 It reads the number of each order from its input, and ends with it, or when it has had nothing to do for a while. What
-it makes is in Inductor's caches on disk; its answers say no more than that it is done. It computes nothing on a GPU.
+it makes is in Inductor's caches on disk; its answers say no more than that it is done. It computes nothing on a GPU,
+but Inductor loads the kernels there that it has made, which takes a context, some 0.5 GiB, until this process ends.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tunecompile._torch.background.graphs import generate, leave_gpu_alone, unpack
+from tunecompile._torch.background.graphs import generate, unpack
 from tunecompile._torch.compile_workers import start_compile_workers
 from tunecompile._torch.generation.fused_products import templates_fuse_products
 from tunecompile._torch.generation.kernel_order import in_order
@@ -32,7 +33,7 @@ from tunecompile.compiler.background.providers import agree
 from tunecompile.compiler.kernel_access_cache import ACCESSES
 from tunecompile.compiler.pass_manager import Context
 
-IDLE = 120.0  #: seconds without an order, after which it ends: it holds memory of the host, and a little of the GPU
+IDLE = 60.0  #: seconds without a further order, after which it ends: it holds memory of the host and the GPU
 
 
 def fill(packed: bytes) -> None:
@@ -65,12 +66,13 @@ def serve(folder: Path, numbers: int) -> None:
         folder: of orders and answers.
         numbers: the descriptor of the file that their numbers come from, a line each.
     """
-    rest = b""
-    while select.select([numbers], [], [], IDLE)[0]:
+    rest, patience = b"", None  # data may be prepared for long before the first step
+    while select.select([numbers], [], [], patience)[0]:
         read = os.read(numbers, 4096)
         if not read:
             return
         *lines, rest = (rest + read).split(b"\n")
+        patience = IDLE
         for line in lines:
             begin, error = time.perf_counter(), ""
             try:
@@ -81,6 +83,5 @@ def serve(folder: Path, numbers: int) -> None:
 
 
 if __name__ == "__main__":
-    leave_gpu_alone()
     start_compile_workers(None)
     serve(Path(sys.argv[1]), sys.stdin.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tunecompile.compiler.background.process import BackgroundCompiler
 from tunecompile.notes import Note, note
@@ -44,6 +45,14 @@ class Background:
     def takes(self, region: str, key: Hashable) -> bool:
         """Whether a kind of call of a region may run op by op until there is code for it."""
         return self.refused is None and self.rounds[(region, key)] < ROUNDS
+
+    def changes_of(self, region: str) -> list[dict[str, Any]]:
+        """For the report: step, seconds and error of each change of a region."""
+        return [
+            {"step": each.step, "seconds": round(each.seconds, 1), "error": each.error}
+            for each in self.changes
+            if each.region == region
+        ]
 
     def note_change(self, change: Change, key: Hashable) -> None:
         """A kind of call changed over."""
