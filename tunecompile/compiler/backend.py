@@ -176,6 +176,8 @@ class Backend:
         except NotDeferred as reason:
             self.failures.append(note("compiled-at-once", self.region, str(reason)))
             return self._attempt(gm, inputs)
+        if deferral.missed:
+            self.failures.append(note("compiled-at-once", self.region, note("other-key")))
         if deferral.key:
             self.jobs.append(background.order(deferral.key, deferral.packed))
         return compiled

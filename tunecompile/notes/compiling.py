@@ -122,6 +122,7 @@ NOTES = {
 
 REASONS = {
     "no-code-at-all": NoteKind("the executor generates no code"),
+    "other-key": NoteKind("what was made there is not what is needed here"),
     "memory-is-planned": NoteKind("the step's memory is planned for its code, and op by op it would take more"),
     "code-is-verified": NoteKind("verify= is for the code that trains"),
     "ranks-compile-together": NoteKind("several ranks train, whose code is shared"),

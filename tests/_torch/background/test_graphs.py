@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from tunecompile._torch.background.graphs import FinalGraph, pack, unpack
+from tunecompile._torch.background.graphs import FinalGraph, _restrided, pack, unpack
 
 triton = pytest.importorskip("triton")
 layer_norm = pytest.importorskip("tunecompile.templates.layer_norm")
@@ -81,3 +81,19 @@ def test_sizes_stay_symbols(mode):
     assert str(found.inputs[1].shape[0]) == str(size)
     assert found.inputs[1].fake_mode is made
     assert found.inputs[0].node.shape_env is made.shape_env
+
+
+def test_a_backward_is_for_the_strides_that_its_forward_has(mode):
+    """Catches code of another key: AOTAutograd gives Inductor these strides, too. None: it is not known, or no tensor."""
+    with mode:
+        size, saved, other, tangent = (
+            7,
+            torch.empty(2, 3, device="cpu"),
+            torch.empty(4, device="cpu"),
+            torch.empty(2, 3),
+        )
+    found = _restrided([size, saved, other, tangent], [(1, 2), None], sizes=1)
+    assert found[1].stride() == (1, 2)
+    assert found[0] == size
+    assert found[2] is other
+    assert found[3] is tangent

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 from torch._inductor import inductor_prims
 from torch.fx import Graph, GraphModule
 
-from tunecompile._torch.background.op_by_op import draws_numbers, run_op_by_op, unknown_random_op
+from tunecompile._torch.background.op_by_op import draws_numbers, run_op_by_op, why_not_op_by_op
 
 
 def graph_of(target, *args) -> GraphModule:
@@ -44,12 +45,16 @@ def test_numbers_of_the_process_stay_as_they_are():
 def test_other_random_ops_are_told():
     """A version of torch may have more of them, whose seeds are not known here."""
     known = graph_of(RANDOM, [64], "seed", "rand")
-    assert unknown_random_op(known) == ""
+    assert why_not_op_by_op(known) == ""
     other = graph_of(torch.ops.prims.normal.default, [4])
-    assert unknown_random_op(other) == ""  # it draws of the process, as everywhere
+    assert why_not_op_by_op(other) == ""  # it draws of the process, as everywhere
     target = torch.library.Library("prims", "FRAGMENT")
     target.define("inductor_rand_of_tests(Tensor seed) -> Tensor")
-    assert unknown_random_op(graph_of(torch.ops.prims.inductor_rand_of_tests.default, "seed"))
+    assert why_not_op_by_op(graph_of(torch.ops.prims.inductor_rand_of_tests.default, "seed"))
+
+
+def test_operations_on_functions_are_told():
+    assert "flex_attention" in why_not_op_by_op(graph_of(torch.ops.higher_order.flex_attention, "seed"))
 
 
 def test_inputs_are_freed_as_they_are_used():

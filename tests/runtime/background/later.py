@@ -59,7 +59,6 @@ class Later(BackgroundCompiler):
 
     def order(self, key: str, packed: bytes) -> Job:
         self.start()
-        self.tried.add(key)
         self.jobs.append(Job(key))
         self.orders.append(packed)
         return self.jobs[-1]

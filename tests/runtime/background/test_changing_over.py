@@ -15,6 +15,7 @@ from tests.support.notes import find, has
 from tunecompile._torch.background import deferral
 from tunecompile.compiler import backend
 from tunecompile.compiler.background import process
+from tunecompile.compiler.background.orders import Answer
 from tunecompile.errors import UnknownWarmup
 from tunecompile.runtime import model_state
 from tunecompile.runtime.background import part
@@ -143,6 +144,43 @@ def test_code_that_cannot_be_made_elsewhere(monkeypatch):
         assert_close(step(model, batch(seed=seed)), step(reference, batch(seed=seed)))
     assert (made.graphs, len(code.orders)) == (2, 1)
     assert has(model, "not-from-background", detail="no such module")
+
+
+def test_code_of_another_key(monkeypatch):
+    """Catches a report that is silent where a step stalled, and a region that orders again and again."""
+    model, made = stack(), Generated(monkeypatch)
+    code = warming(model, monkeypatch)
+    step(model, batch())
+    code.jobs[0].answer = Answer(0.1)  # and nothing in the cache
+    step(model, batch())
+    step(model, batch())
+    assert (made.graphs, len(code.orders)) == (2, 1)
+    assert has(model, "compiled-at-once", reason="other-key")
+
+
+def test_two_regions_with_the_same_graph(monkeypatch):
+    """Both wait. Catches one that generates the code that the other one has ordered."""
+    made, reference = Generated(monkeypatch), stack()
+    model = stack()
+    model.layers[1].more = torch.nn.Identity()  # another structure
+    code = warming(model, monkeypatch)
+    assert len(model._tunecompile.regions) == 2
+    assert_close(step(model, batch()), step(reference, batch()))
+    assert made.graphs == 0
+    code.deliver()
+    generated = made.graphs
+    assert_close(step(model, batch()), step(reference, batch()))
+    assert made.graphs == generated
+    assert not find(model, "compiled-at-once", "waits-for-code")
+
+
+def test_a_backward_that_is_run_twice(monkeypatch):
+    """Catches saved tensors that a graph op by op takes away."""
+    model = stack()
+    warming(model, monkeypatch)
+    loss = model(batch())
+    first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
 
 
 def test_code_that_is_there_runs_at_once(monkeypatch):

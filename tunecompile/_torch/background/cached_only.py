@@ -31,29 +31,34 @@ class NotCached(BaseException):
 
 
 @contextlib.contextmanager
-def cached_only(but: Collection[str]) -> Iterator[None]:
+def cached_only(but: Collection[str] | None) -> Iterator[list[str]]:
     """Inside, Inductor raises `NotCached` where it would generate code that belongs in its cache.
 
     Two functions of torch's are replaced for the process: call it inside a compilation, where Dynamo's lock keeps
     others out.
 
     Args:
-        but: keys whose code is generated all the same.
+        but: keys whose code is generated all the same; None for all.
+
+    Yields:
+        Those of which code was generated.
     """
     generate, load = _compile_fx.fx_codegen_and_compile, _cache.load_with_key
     looked: list[str] = []
+    generated: list[str] = []
 
     def load_with_key(key: str, *args: Any, **kwargs: Any) -> Any:
         looked.append(key)
         return load(key, *args, **kwargs)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if looked and looked[-1] not in but:
+        if looked and but is not None and looked[-1] not in but:
             raise NotCached(looked[-1])
+        generated.extend(looked[-1:])
         return generate(*args, **kwargs)  # what is cached nowhere is of no use to another process either
 
     _compile_fx.fx_codegen_and_compile, _cache.load_with_key = refuse, staticmethod(load_with_key)
     try:
-        yield
+        yield generated
     finally:
         _compile_fx.fx_codegen_and_compile, _cache.load_with_key = generate, staticmethod(load)

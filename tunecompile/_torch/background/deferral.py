@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule
 
 from tunecompile._torch.background.cached_only import CAN_LOOK, NotCached, cached_only
 from tunecompile._torch.background.graphs import CAN_SEND, FinalGraph, pack
-from tunecompile._torch.background.op_by_op import draws_numbers, run_op_by_op, unknown_random_op
+from tunecompile._torch.background.op_by_op import draws_numbers, run_op_by_op, why_not_op_by_op
 from tunecompile._torch.saved_strides import with_strides
 
 __all__ = ["CAN_DEFER", "Deferral", "NotDeferred"]
@@ -38,6 +38,7 @@ class Deferral:
         self.instead: Callable[[Any], Callable | None] = lambda target: None
         self.key = ""  #: of the forward's code, where it is missing
         self.packed = b""  #: for the other process
+        self.missed = False  #: whether code that was ordered before was not found, and generated here
         self._graphs: list[FinalGraph] = []
 
     def begin(self, gm: GraphModule, inputs: list) -> GivenGraph:
@@ -50,8 +51,8 @@ class Deferral:
         Raises:
             NotDeferred: the graphs cannot be sent, or would not run right op by op.
         """
-        if unknown := unknown_random_op(graph.gm):
-            raise NotDeferred(f"{unknown} draws other numbers op by op")
+        if why := why_not_op_by_op(graph.gm):
+            raise NotDeferred(why)
         if not self.draws and draws_numbers(graph.gm):
             raise NotDeferred("it draws random numbers, and a checkpoint may repeat it with its code")
         self._graphs.append(graph)
@@ -87,14 +88,14 @@ class GivenGraph:
             NotDeferred: see `Deferral.add`.
         """
         deferral, backward = self.deferral, bool(final.kwargs.get("is_backward"))
-        if backward and not deferral.key:
-            return generate()
-        if not backward:
+        if not backward or not deferral.key:
             try:
-                with cached_only(deferral.tried):
+                with cached_only(None if backward else deferral.tried) as generated:
                     return generate()
             except NotCached as missing:
                 deferral.key = missing.key
+            finally:
+                deferral.missed |= bool(generated)
         deferral.add(final, complete or backward)
         run = with_strides(run_op_by_op(self.gm, deferral.instead), self.inputs)
         run._boxed_call = True  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -246,8 +247,14 @@ def _set_matmul(told: tuple) -> None:
         setattr(_MATMUL, name, value)
 
 
-#: what keys of code depend on: name -> (how to read it, how to set it in the other process)
+def _get_folders() -> dict[str, str]:
+    return {name: os.environ[name] for name in _FOLDERS if name in os.environ}
+
+
+_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  #: may be set after the process was started
+#: where code is kept, and what its keys depend on: name -> (how to read it, how to set it in the other process)
 _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "folders": (_get_folders, os.environ.update),
     "deterministic": (_get_deterministic, _set_deterministic),
     "dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "matmul": (_get_matmul, _set_matmul),

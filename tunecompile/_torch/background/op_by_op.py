@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter
 
-__all__ = ["draws_numbers", "run_op_by_op", "unknown_random_op"]
+__all__ = ["draws_numbers", "run_op_by_op", "why_not_op_by_op"]
 
+_HIGHER = "torch._higher_order_ops"  #: where operations on functions are defined
 _RANDOM, _RANDINT = "prims::inductor_random", "prims::inductor_randint"
 #: ops that Inductor puts in the place of random functions, and that run here as they are
 _SEEDS = ("prims::inductor_seed", "prims::inductor_seeds", "prims::inductor_lookup_seed")
@@ -34,10 +35,19 @@ def run_op_by_op(gm: GraphModule, instead: Callable[[Any], Callable | None]) -> 
     return run
 
 
-def unknown_random_op(gm: GraphModule) -> str:
-    """The name of a random op in the graph that is not known here; empty where there is none."""
+def why_not_op_by_op(gm: GraphModule) -> str:
+    """Why the graph would not run right, or as it should; empty where it would.
+
+    Inductor may have further random ops, with seeds of a kind that is not known here. Operations on functions are run
+    by torch without fusing them: `flex_attention` would make a score for each pair of tokens.
+    """
     names = _names(gm) - {_RANDOM, _RANDINT, *_SEEDS}
-    return next((name for name in sorted(names) if name.startswith("prims::") and "rand" in name), "")
+    random = next((name for name in sorted(names) if name.startswith("prims::") and "rand" in name), "")
+    if random:
+        return f"{random} draws other numbers op by op"
+    calls = (node for node in gm.graph.nodes if node.op == "call_function" and "kernel_idx" not in node.kwargs)
+    higher = next((node.target for node in calls if type(node.target).__module__.startswith(_HIGHER)), None)
+    return "" if higher is None else f"{higher} is not fused op by op"
 
 
 def draws_numbers(gm: GraphModule) -> bool:

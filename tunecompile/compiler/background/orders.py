@@ -21,9 +21,14 @@ __all__ = ["Answer", "KnownLowering", "KnownPartitioner", "answer_of", "order_of
 def others_of(lower: Lowering, partition: Partitioner, graphs: Sequence[Graph]) -> tuple[tuple[str, ...], tuple]:
     """Modules of the graphs' ops, and what code depends on beside its graphs and torch's settings: the passes that run
     on final graphs, and the providers of ops.
+
+    Raises:
+        ValueError: one of these passes is another package's, which may be switched off in one process alone.
     """
     context = lower.context
     passes = tuple(each for each in live(lower.passes) if each.stage == "lower")
+    if (guest := next((each for each in passes if each.package is not None), None)) is not None:
+        raise ValueError(f"the pass {guest.name} of {guest.package} runs on its final graphs")
     about = context.region, context.plan, context.precision, context.attention
     return foreign_modules(graphs), (passes, lower.uuid(), partition.uuid(), about, providers_now())
 

@@ -16,6 +16,7 @@ from tunecompile.compiler.background.orders import Answer, answer_of, from_json,
 
 __all__ = ["BackgroundCompiler", "Job"]
 
+PATIENCE = 5.0  #: seconds in which it has to end
 LONGEST = 900.0  #: seconds that one order may take. Then its code is generated in the training
 
 
@@ -35,7 +36,6 @@ class BackgroundCompiler:
     """
 
     def __init__(self) -> None:
-        self.tried: set[str] = set()  #: keys of forwards whose code was ordered
         self.jobs: list[Job] = []
         self.draws = True  #: whether graphs that draw random numbers may wait for their code as well
         self._folder: Path | None = None
@@ -56,8 +56,14 @@ class BackgroundCompiler:
                 stdout=log,
                 stderr=log,
                 env=environment,
+                start_new_session=True,  # a key that interrupts the training does not end it
             )
         weakref.finalize(self, _end, self._process, os.getpid())
+
+    @property
+    def tried(self) -> set[str]:
+        """Keys of forwards whose orders are over."""
+        return {job.key for job in self.jobs if job.answer is not None}
 
     def order(self, key: str, packed: bytes) -> Job:
         """Have code generated.
@@ -67,7 +73,6 @@ class BackgroundCompiler:
             packed: by `tunecompile._torch.background.graphs.pack`.
         """
         job = Job(key)
-        self.tried.add(key)
         self.jobs.append(job)
         try:
             self.start()
@@ -118,4 +123,7 @@ def _end(process: subprocess.Popen, owner: int) -> None:
     if process.stdin is not None:
         process.stdin.close()
     process.terminate()
-    process.wait()
+    try:
+        process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
