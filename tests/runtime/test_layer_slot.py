@@ -79,7 +79,10 @@ class Kind:
         for name in ("mark_flat", "mark_patches"):
             monkeypatch.setattr(layer_slot, name, lambda *given, name=name: self.marked.append((name, *given)))
         sizes = SimpleNamespace(
-            **{name: lambda *given, name=name: self.marked.append((name, *given)) for name in ("mark", "mark_all")}
+            **{
+                name: lambda *given, name=name: self.marked.append((name, *given)) or True
+                for name in ("mark", "mark_all")
+            }
         )
         monkeypatch.setattr(layer_slot.context_parallel, "is_shared", lambda: "shared")
         monkeypatch.setattr(
@@ -88,7 +91,11 @@ class Kind:
         monkeypatch.setattr(layer_slot, "hooks_were_seen", lambda: "seen")
         monkeypatch.setattr(layer_slot, "are_unread", lambda *given: self.asked.append(given) or unread)
         region = SimpleNamespace(
-            in_tower=in_tower, sizes=sizes, classes=SimpleNamespace(version=7), weights_read=more.get("read", False)
+            in_tower=in_tower,
+            sizes=sizes,
+            classes=SimpleNamespace(version=7),
+            weights_read=more.get("read", False),
+            background=more.get("background"),
         )
         self.slot = SimpleNamespace(
             **dict(region=region, step=SimpleNamespace(images=images), place=5, owner="owner"),
@@ -102,6 +109,12 @@ class Kind:
 
 
 HIDDEN = torch.zeros(2, 6, 4)
+
+
+@pytest.mark.parametrize("background", [None, "background"])
+def test_other_sizes_are_a_kind_of_their_own_where_code_comes_from_the_background(monkeypatch, background):
+    """Code for all sizes that comes later would else take the place of that for the first ones."""
+    assert Kind(monkeypatch, background=background)(HIDDEN)[0].others is (background is not None)
 
 
 @pytest.mark.parametrize("scores", [False, True])

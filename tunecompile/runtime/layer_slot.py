@@ -363,7 +363,7 @@ class LayerSlot:
         ones, kinds = (size == 1 for size in sizes), ((where, t.dtype, t.requires_grad) for where, t in tensors)
         by_hooks = output_capturing.collects_attention(self.owner) and not setting[3] and not self.inside.collected
         left_out = are_unread(kwargs, by_hooks) and self.placement is None and not self.region.weights_read
-        others &= self.region.background is not None
+        others = self.region.background is not None and others
         return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out, others), sizes
 
     def _score(self, args: tuple, kwargs: dict) -> Any:
