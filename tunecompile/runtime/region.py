@@ -162,7 +162,7 @@ class Region:
         if key not in self.variants:
             if way not in self.backends:
                 self.backends[way] = make(name)
-            waits = self.background is not None and self.background.takes(self.name, key) and not in_checkpoint()
+            waits = self.background is not None and self.background.takes(self.name, key)
             self.variants[key] = self._made(name, self.backends[way], kind, way, waits)
         return self.variants[key]
 

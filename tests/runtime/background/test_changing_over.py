@@ -222,6 +222,20 @@ def test_inside_a_checkpoint_code_comes_first(monkeypatch):
     assert (made.graphs, len(code.orders)) == (2, 0)
 
 
+def test_inside_a_checkpoint_that_comes_later_nothing_waits(monkeypatch):
+    """Catches a mask of dropout that is drawn op by op in the forward, and by code when the backward repeats it."""
+    model, made = stack(layers=1, dropout=0.5), Generated(monkeypatch)
+    code, bias = warming(model, monkeypatch), model.layers[0].inner.bias
+    step(model, batch())
+    assert (made.graphs, len(code.orders)) == (0, 1)
+    checkpoint(model, batch(), use_reentrant=False)
+    assert made.graphs == 2
+    made = model.last
+    model(batch())  # a step between the two, in which regions may change over
+    (gradient,) = torch.autograd.grad(made.sum(), bias)
+    assert torch.equal(gradient, 2 * (made != batch()).sum((0, 1)).float())
+
+
 def test_a_budget_that_comes_later(monkeypatch):
     """Catches a plan for code under which graphs run op by op."""
     model = stack()
