@@ -11,6 +11,7 @@ import tunecompile
 from tests.runtime.background.later import Generated, batch, stack, step
 from tests.support.compare import assert_close
 from tests.support.notes import find, has
+from tunecompile.compiler.background import process
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PATIENCE = 240  #: seconds
@@ -40,15 +41,15 @@ def test_a_training_without_a_stall(monkeypatch):
     model, made = stack(), Generated(monkeypatch)
     reference = copy.deepcopy(model)
     tunecompile.optimize(model, warmup="background")
-    process = model._tunecompile.background.compiler._process
+    made_elsewhere = model._tunecompile.background.compiler._process
     steps = trained(model, reference)
     assert steps > 1
     assert (made.graphs, counters["inductor"]["fxgraph_cache_hit"]) == (0, 2)
     (note,) = find(model, "changed-over")
     assert note.fields["step"] == steps
-    assert process.poll() is None
+    assert made_elsewhere.poll() is None
     tunecompile.restore(model)
-    assert process.poll() is not None
+    assert made_elsewhere.poll() is not None
 
 
 def test_a_process_that_dies(monkeypatch):
@@ -63,6 +64,34 @@ def test_a_process_that_dies(monkeypatch):
     assert trained(model, reference) == 1
     assert made.graphs == 2
     assert has(model, "not-from-background", detail="its process ended")
+
+
+def test_orders_of_a_process_that_died_do_not_wait_for_the_next_one():
+    """Another layer may order code between a process's end and the next step."""
+    compiler = process.BackgroundCompiler()
+    first = compiler.order("first", b"no order")
+    compiler._process.kill()
+    compiler._process.wait()
+    second = compiler.order("second", b"no order")
+    assert "its process ended" in first.answer.error
+    assert second.answer is None
+    until = time.monotonic() + PATIENCE
+    while second.answer is None and time.monotonic() < until:
+        compiler.look()
+        time.sleep(0.1)
+    assert second.answer.error
+    compiler.close()
+
+
+def test_a_process_that_cannot_be_started(monkeypatch):
+    """Catches an error of the training's."""
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    model, made = stack(), Generated(monkeypatch)
+    reference = copy.deepcopy(model)
+    tunecompile.optimize(model, warmup="background")
+    assert trained(model, reference) == 2
+    assert made.graphs == 2
+    assert has(model, "not-from-background", detail="No such file")
 
 
 def test_settings_of_torch_reach_it(monkeypatch):

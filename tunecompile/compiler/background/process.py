@@ -42,16 +42,22 @@ class BackgroundCompiler:
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """Let the process come up, which takes seconds."""
-        if self._process is not None and self._process.poll() is None:
-            return
+        """Let the process come up, which takes seconds.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        if self._process is not None:
+            if self._process.poll() is None:
+                return
+            self.look()  # the next one does not do what this one has left
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="tunecompile-background-"))
             weakref.finalize(self, _remove, self._folder, os.getpid())
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tunecompile.compiler.background.child", str(self._folder)],
+                [sys.executable or "", "-m", "tunecompile.compiler.background.child", str(self._folder)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -72,16 +78,18 @@ class BackgroundCompiler:
             key: of the forward's code.
             packed: by `tunecompile._torch.background.graphs.pack`.
         """
-        job = Job(key)
-        self.jobs.append(job)
+        job, number = Job(key), len(self.jobs)
         try:
-            self.start()
+            self.start()  # before this job is one of those that another process has left
+            self.jobs.append(job)
             assert self._folder is not None and self._process is not None and self._process.stdin is not None
-            write(order_of(self._folder, len(self.jobs) - 1), packed)
-            self._process.stdin.write(b"%d\n" % (len(self.jobs) - 1))
+            write(order_of(self._folder, number), packed)
+            self._process.stdin.write(b"%d\n" % number)
             self._process.stdin.flush()
         except OSError as error:
             job.answer = Answer(0.0, f"{type(error).__name__}: {error}")
+            if len(self.jobs) == number:
+                self.jobs.append(job)
         return job
 
     def look(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ class BackgroundCode(Part):
             return
         state.background.refused = _refused(state)
         if state.background.refused is None:
-            state.background.compiler.start()
+            with contextlib.suppress(OSError):  # each order tries it again, and tells why it fails
+                state.background.compiler.start()
 
     def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
         """A forward without gradients may be one that a checkpoint repeats with gradients, after a change."""
