@@ -95,7 +95,7 @@ class GivenGraph:
             except NotCached as missing:
                 deferral.key = missing.key
             finally:
-                deferral.missed |= bool(generated)
+                deferral.missed |= bool(generated and deferral.tried)
         deferral.add(final, complete or backward)
         run = with_strides(run_op_by_op(self.gm, deferral.instead), self.inputs)
         run._boxed_call = True  # type: ignore[attr-defined]
