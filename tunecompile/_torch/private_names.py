@@ -343,7 +343,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *group(
         "no code is generated in the background",
-        *("_inductor.compile_fx", "_inductor.compile_fx.fx_codegen_and_compile"),
+        "_inductor.compile_fx.fx_codegen_and_compile",
         *("_inductor.codecache.FxGraphCache.load_with_key", "_inductor.virtualized.V"),
         "_inductor.config.save_config_portable",
         *("fx._graph_pickler.GraphPickler", "fx._graph_pickler.GraphPickler.dumps"),

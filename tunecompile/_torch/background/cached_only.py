@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from tunecompile._torch.lookup import exist, lookup
+from tunecompile._torch.lookup import exist, need
 
-__all__ = ["CAN_LOOK", "NotCached", "cached_only"]
+__all__ = ["NotCached", "cached_only", "can_look"]
 
-_COMPILE_FX = "torch._inductor.compile_fx"
+_GENERATE = "torch._inductor.compile_fx.fx_codegen_and_compile"
 _CACHE = "torch._inductor.codecache.FxGraphCache"
-_compile_fx: Any = lookup(_COMPILE_FX)
-_cache: Any = lookup(_CACHE)
-#: whether this version of torch has what this needs
-CAN_LOOK = exist(_COMPILE_FX, f"{_COMPILE_FX}.fx_codegen_and_compile", f"{_CACHE}.load_with_key")
+
+
+def can_look() -> bool:
+    """Whether this version of torch has what this needs. (Asked late: torch's compiler takes long to import.)"""
+    return exist(_GENERATE, f"{_CACHE}.load_with_key")
 
 
 class NotCached(BaseException):
@@ -43,7 +45,8 @@ def cached_only(but: Collection[str] | None) -> Iterator[list[str]]:
     Yields:
         Those of which code was generated.
     """
-    generate, load = _compile_fx.fx_codegen_and_compile, _cache.load_with_key
+    generate, cache = need(_GENERATE), need(_CACHE)
+    compile_fx, load = sys.modules[_GENERATE.rpartition(".")[0]], cache.load_with_key
     looked: list[str] = []
     generated: list[str] = []
 
@@ -57,8 +60,8 @@ def cached_only(but: Collection[str] | None) -> Iterator[list[str]]:
         generated.extend(looked[-1:])
         return generate(*args, **kwargs)  # what is cached nowhere is of no use to another process either
 
-    _compile_fx.fx_codegen_and_compile, _cache.load_with_key = refuse, staticmethod(load_with_key)
+    compile_fx.fx_codegen_and_compile, cache.load_with_key = refuse, staticmethod(load_with_key)
     try:
         yield generated
     finally:
-        _compile_fx.fx_codegen_and_compile, _cache.load_with_key = generate, staticmethod(load)
+        compile_fx.fx_codegen_and_compile, cache.load_with_key = generate, staticmethod(load)

@@ -8,14 +8,17 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from tunecompile._torch.background.cached_only import CAN_LOOK, NotCached, cached_only
-from tunecompile._torch.background.graphs import CAN_SEND, FinalGraph, pack
+from tunecompile._torch.background.cached_only import NotCached, cached_only, can_look
+from tunecompile._torch.background.graphs import FinalGraph, can_send, pack
 from tunecompile._torch.background.op_by_op import draws_numbers, run_op_by_op, why_not_op_by_op
 from tunecompile._torch.saved_strides import with_strides
 
-__all__ = ["CAN_DEFER", "Deferral", "NotDeferred"]
+__all__ = ["Deferral", "NotDeferred", "can_defer"]
 
-CAN_DEFER = CAN_LOOK and CAN_SEND  #: whether this version of torch has what this needs
+
+def can_defer() -> bool:
+    """Whether this version of torch has what this needs."""
+    return can_look() and can_send()
 
 
 class NotDeferred(Exception):

@@ -20,22 +20,27 @@ from torch.fx import GraphModule
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile._torch.lookup import exist, lookup, need, patched
 
-__all__ = ["CAN_SEND", "FinalGraph", "Order", "generate", "pack", "unpack"]
+__all__ = ["FinalGraph", "Order", "can_send", "generate", "pack", "unpack"]
 
 _PICKLER = "torch.fx._graph_pickler"
 _SHAPES = "torch.fx.experimental.symbolic_shapes.ShapeEnv"
 _CONTEXT = "torch._guards.TracingContext"
 _metadata = "torch._functorch._aot_autograd.schemas.ViewAndMutationMeta"
 _wrap: Any = lookup("torch._higher_order_ops.triton_kernel_wrap")
-#: whether this version of torch has what this needs
-CAN_SEND = (
-    exist("GraphPickler", "GraphPickler.dumps", "GraphPickler.loads", "Options", under=_PICKLER)
-    and exist(_SHAPES, f"{_CONTEXT}.try_get", f"{_CONTEXT}.fw_metadata", f"{_CONTEXT}.report_output_strides")
-    and exist("torch._guards.tracing", "torch._inductor.virtualized.V", "torch._inductor.config.save_config_portable")
-    and exist(f"{_metadata}.tensors_saved_for_backwards_slice", f"{_metadata}.num_symints_saved_for_bw")
-)
 #: what nodes say of the source, by way of objects that stay in their process
 _STAYS = ("nn_module_stack", "source_fn_stack", "from_node", "example_value", "grapharg", "missed", "desc")
+
+
+def can_send() -> bool:
+    """Whether this version of torch has what this needs. (Asked late: torch's compiler takes long to import.)"""
+    return (
+        exist("GraphPickler", "GraphPickler.dumps", "GraphPickler.loads", "Options", under=_PICKLER)
+        and exist(_SHAPES, f"{_CONTEXT}.try_get", f"{_CONTEXT}.fw_metadata", f"{_CONTEXT}.report_output_strides")
+        and exist(
+            "torch._guards.tracing", "torch._inductor.virtualized.V", "torch._inductor.config.save_config_portable"
+        )
+        and exist(f"{_metadata}.tensors_saved_for_backwards_slice", f"{_metadata}.num_symints_saved_for_bw")
+    )
 
 
 @dataclass

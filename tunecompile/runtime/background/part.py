@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from tunecompile._torch.background.deferral import CAN_DEFER
+from tunecompile._torch.background.deferral import can_defer
 from tunecompile._torch.distributed import several
 from tunecompile._torch.inductor import keeps_code
 from tunecompile.notes import Note, note
@@ -98,6 +98,6 @@ def _refused(state: State) -> Note | None:
         return note("ranks-compile-together")
     if not keeps_code():
         return note("no-code-cache")
-    if not CAN_DEFER or os.name != "posix":
+    if not can_defer() or os.name != "posix":
         return note("cannot-defer")
     return None
