@@ -157,14 +157,16 @@ class Region:
 
     def _variant(self, way: Plan | str, kind: CallKind, name: str, make: Callable[[str], Backend]) -> Variant:
         key = (way, kind)
-        if (known := self.variants.get(key)) is not None and known.jobs and in_checkpoint() and not in_backward():
+        known = self.variants.get(key)  # hashed once a call
+        if known is not None and known.jobs and in_checkpoint() and not in_backward():
             self.change_over(key)  # the backward will repeat this call, which may be by code then
-        if key not in self.variants:
+            known = None
+        if known is None:
             if way not in self.backends:
                 self.backends[way] = make(name)
             waits = self.background is not None and self.background.takes(self.name, key)
-            self.variants[key] = self._made(name, self.backends[way], kind, way, waits)
-        return self.variants[key]
+            known = self.variants[key] = self._made(name, self.backends[way], kind, way, waits)
+        return known
 
     def _made(
         self, name: str, backend: Backend, kind: CallKind, way: Plan | str | None, waits: bool = False
