@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ def _distrust(op: Op, provider: Provider, fault: str) -> None:
     """Have a provider refuse all calls of this process."""
     said = _wrong[op.name, provider.name] = note("template-wrong", op.name, fault, provider=provider.name)
     log.warning("tunecompile: %s", said)
-    op.providers[:] = [replace(p, refuses=lambda *_: said, trusted=False) if p is provider else p for p in op.providers]
+    op.providers[:] = [p.distrusted(said) if p is provider else p for p in op.providers]
 
 
 def owner(op: Op) -> Op | None:

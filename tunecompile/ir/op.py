@@ -54,7 +54,7 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,6 +106,10 @@ class Provider:
     def supports(self, *args: Any) -> bool:
         """Whether this provider can run a call with the arguments `args`: fake tensors and constants."""
         return self.refuses(*args) is None
+
+    def distrusted(self, why: Any) -> Provider:
+        """The same, refusing all calls since it failed a trial. why: what it says to each."""
+        return replace(self, refuses=lambda *_: why, trusted=False)
 
 
 @dataclass
