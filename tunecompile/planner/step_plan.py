@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import Any
 
 from tunecompile.planner.candidates import CandidateCost, options
@@ -134,7 +134,7 @@ def following(runs: Sequence[LayerRun], ran: Sequence[PlanOption | None]) -> lis
     if not any(ran):
         return list(runs)
     choices = [run.options for run in runs for _ in range(run.layers)]
-    fixed = (choice if one is None else (_on_its_own(one),) for choice, one in zip_longest(choices, ran))
+    fixed = (choice if one is None else (_on_its_own(one),) for choice, one in zip(choices, ran))
     together = groupby(fixed, key=lambda choice: (choice[0].kind, choice))
     return [LayerRun(len(list(same)), choice) for (_, choice), same in together]
 
@@ -247,7 +247,7 @@ def solve_from_here(request: StepRequest, ran: Sequence[PlanOption | None]) -> A
     if not any(ran):
         return made
     planned = [option for run in made.choice.options for option in run]
-    mixed = [now or then for now, then in zip_longest(ran, planned)]
+    mixed = [now or then for now, then in zip(ran, planned)]
     waiting = sum(option.offloaded for option in mixed)
     fits = peak([mixed], request.tail, made.choice.ahead) <= max(made.room, made.choice.peak)
     if fits and (request.host is None or waiting <= request.host):
