@@ -8,7 +8,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from tunecompile._torch.dynamo import mark_dynamic
-from tunecompile.compiler.partitioner import copied
+from tunecompile._torch.fake_tensors import copied
 from tunecompile.compiler.token_wise.graph import (
     _inputs,
     _number_of_tokens,

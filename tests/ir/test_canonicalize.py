@@ -322,7 +322,7 @@ def test_bodies_of_checkpoints_are_respelled_too():
     seen = []
 
     def backend(gm, inputs):
-        from tunecompile.compiler.partitioner import copied
+        from tunecompile._torch.fake_tensors import copied
         from tunecompile.ir.canonicalize import canonicalize
 
         work = copied(gm)

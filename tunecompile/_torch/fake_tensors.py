@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sympy import Eq, Expr
+from torch.fx import Graph, GraphModule
 
 from tunecompile._torch.autograd import no_autocast
 from tunecompile._torch.lookup import lookup
@@ -32,6 +33,7 @@ __all__ = [
     "FakeTensorMode",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "copied",
     "dispatch_mode",
     "enable_python_dispatcher",
     "fake_mode_of",
@@ -123,3 +125,13 @@ def guards_at(size: Any, values: Sequence[int]) -> list[list[bool]]:
         equal |= {side for pair in pairs if equal & set(pair) for side in pair}
     own = [guard for guard in guards if guard.free_symbols and guard.free_symbols <= equal]
     return [[bool(guard.subs(dict.fromkeys(equal, value))) for value in values] for guard in own]
+
+
+def copied(gm: GraphModule) -> GraphModule:
+    """A copy with new nodes and metadata. Fake values are shared: `deepcopy` would give each copy its own fake mode."""
+    graph = Graph()
+    returned = graph.graph_copy(gm.graph, {})
+    graph.output(returned)
+    work = GraphModule(gm, graph)
+    work.meta = dict(gm.meta)
+    return work

@@ -19,6 +19,7 @@ from tunecompile._torch.background.deferral import Deferral, NotDeferred
 from tunecompile._torch.card import has_bfloat16
 from tunecompile._torch.cuda import attention_order
 from tunecompile._torch.dynamo import TensorifyScalarRestartAnalysis, current_frame, specialize_floats
+from tunecompile._torch.fake_tensors import copied
 from tunecompile._torch.inductor import InductorError, Keep, Wrap, compile_eager, compile_inductor
 from tunecompile._torch.triton_analysis import analyses_answered_by
 from tunecompile.compiler import attention_backend
@@ -29,7 +30,7 @@ from tunecompile.compiler.compile_cache import in_turn
 from tunecompile.compiler.graph_dump import GraphDump
 from tunecompile.compiler.graph_snapshot import replacements, snapshot
 from tunecompile.compiler.kernel_access_cache import ACCESSES
-from tunecompile.compiler.partitioner import Look, Lowering, Partitioner, copied
+from tunecompile.compiler.partitioner import Look, Lowering, Partitioner
 from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
 from tunecompile.compiler.weight_layout import FusedWeightSlots, give_matrices
 from tunecompile.errors import summary

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from tunecompile._torch.card import emulated
+from tunecompile._torch.fake_tensors import copied
 from tunecompile._torch.inductor import CustomGraphPass, CustomPartitionerFn, min_cut_rematerialization_partition
 from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
 from tunecompile.compiler.weight_layout import give_matrices, movable, replaceable
@@ -180,16 +181,6 @@ def _save_pinned(forward: Graph, backward: Graph, outputs: int) -> None:
     output.args = ((*returned[:outputs], *saved, *returned[outputs:]),)
     if (named := output.meta.get("desc")) is not None:
         output.meta["desc"] = [*named[:outputs], *[named[outputs]] * len(saved), *named[outputs:]]
-
-
-def copied(gm: GraphModule) -> GraphModule:
-    """A copy with new nodes and metadata. Fake values are shared: `deepcopy` would give each copy its own fake mode."""
-    graph = Graph()
-    returned = graph.graph_copy(gm.graph, {})
-    graph.output(returned)
-    work = GraphModule(gm, graph)
-    work.meta = dict(gm.meta)
-    return work
 
 
 def _saved(forward: GraphModule, outputs: int) -> list[tuple[str, int | torch.SymInt]]:

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch.fx import GraphModule
 
 from tunecompile._torch.dynamo import TensorifyScalarRestartAnalysis, specialize_floats
+from tunecompile._torch.fake_tensors import copied
 from tunecompile._torch.inductor import compile_eager, compile_inductor
 from tunecompile._torch.triton_analysis import analyses_answered_by
 from tunecompile.compiler.backend import Executor, choosing_attention, without_packages
 from tunecompile.compiler.background.process import Job
 from tunecompile.compiler.kernel_access_cache import ACCESSES
-from tunecompile.compiler.partitioner import JointGraph, Look, Lowering, Partitioner, copied
+from tunecompile.compiler.partitioner import JointGraph, Look, Lowering, Partitioner
 from tunecompile.compiler.pass_manager import Context, Pass, run_stage
 from tunecompile.compiler.weight_layout import matrix_bytes
 from tunecompile.errors import summary

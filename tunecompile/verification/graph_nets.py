@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from tunecompile._torch.dynamo import reset
-from tunecompile.compiler.partitioner import copied
+from tunecompile._torch.fake_tensors import copied
 from tunecompile.compiler.pass_manager import Context, Pass, run_stage
 from tunecompile.ir.canonicalize import canonicalize
 from tunecompile.ir.op import OPS

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph
 
+from tunecompile._torch.fake_tensors import copied
 from tunecompile.compiler.backend import Backend
-from tunecompile.compiler.partitioner import copied
 from tunecompile.compiler.pass_manager import Context, run_stage
 from tunecompile.ir.canonicalize import canonicalize
 from tunecompile.ir.nodes import is_barrier

@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule
 from tunecompile._torch.background.cached_only import NotCached, cached_only, can_look
 from tunecompile._torch.background.graphs import FinalGraph, can_send, pack
 from tunecompile._torch.background.op_by_op import draws_numbers, run_op_by_op, why_not_op_by_op
+from tunecompile._torch.fake_tensors import copied
 from tunecompile._torch.saved_strides import with_strides
 
 __all__ = ["Deferral", "NotDeferred", "can_defer"]
@@ -46,7 +47,7 @@ class Deferral:
 
     def begin(self, gm: GraphModule, inputs: list) -> GivenGraph:
         """One graph's turn, as it comes. The forward is first."""
-        return GivenGraph(self, _copied(gm), list(inputs))
+        return GivenGraph(self, copied(gm), list(inputs))
 
     def add(self, graph: FinalGraph, complete: bool) -> None:
         """One more graph runs op by op.
@@ -103,11 +104,3 @@ class GivenGraph:
         run = with_strides(run_op_by_op(self.gm, deferral.instead), self.inputs)
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
-
-
-def _copied(gm: GraphModule) -> GraphModule:
-    """A copy of a graph with its own nodes, and the same values and constants."""
-    graph = Graph()
-    returned = graph.graph_copy(gm.graph, {})
-    graph.output(returned)
-    return GraphModule(gm, graph)

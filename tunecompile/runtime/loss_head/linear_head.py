@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from tunecompile._torch.dynamo import call_compiled
+from tunecompile._torch.fake_tensors import copied
 from tunecompile._torch.modules import call_original, linear
 from tunecompile.compiler.backend import WeakBackend, own_code
-from tunecompile.compiler.partitioner import copied
 from tunecompile.compiler.pass_manager import Context, Pass, run_stage
 from tunecompile.integrations.deepspeed import whole
 from tunecompile.ir.canonicalize import canonicalize, value
