@@ -197,6 +197,26 @@ def test_phases_of_the_first_step():
     assert sum(found.values()) < 1
 
 
+@pytest.mark.slow
+def test_first_losses(tmp_path, monkeypatch, capsys):
+    """Systems see the same batches, and a row of the background tells when its code was there."""
+    pytest.importorskip("peft")
+    from benchmarks.steps import first_loss
+
+    out = tmp_path / "first-loss-llama.json"
+    command = ["first_loss.py", "--model", "llama-tiny", "--mode", "lora", "--layers", "2", "--shapes", "2x16,1x8"]
+    command += ["--kinds", "eager,background", "--steps", "3", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert first_loss.main() == 0
+    eager, ours = json.loads(out.read_text())["runs"]
+    assert ours["losses"][: len(eager["losses"])] == pytest.approx(eager["losses"], rel=1e-4)
+    assert eager["steps"] == 3 and ours["steps"] == ours["settled_step"] + first_loss.LAST
+    ((layers, phases),) = ours["phases"].items()
+    assert "LlamaDecoderLayer" in layers and {"dynamo", "joint", "pack"} <= phases.keys()
+    assert [change["error"] for change in ours["changed_over"][layers]] == ["", ""]
+    assert "all code at step" in capsys.readouterr().out
+
+
 def test_a_small_card_is_told_by_a_usual_row_and_by_its_longest():
     from benchmarks.steps import cards
 

@@ -284,6 +284,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *group("AOTAutograd's own choice of donated buffers holds", "torch._functorch.config.donated_buffer"),
     *group("small kernels are not joined", "torch._inductor.config.combo_kernels"),
     *group(
+        "code for changing sizes may be generated again though a cache has it",
+        "torch._inductor.codecache.extract_tensor_metadata_for_cache_key",
+    ),
+    *group(
         "Inductor joins kernels far from each other, which takes more memory than is planned",
         *("ForeachKernelSchedulerNode", "ForeachKernelSchedulerNode.group_nodes_for_combo_kernels"),
         *("ForeachKernelSchedulerNode.combinable_nodes", "BaseSchedulerNode.get_write_buffer_sizes"),

@@ -30,40 +30,40 @@ def batch(rows: int = 2, length: int = 256, seed: int = 1) -> dict:
     return zoo.batch(4099, rows, length, "cuda", seed=seed)
 
 
-def same(model, reference, inputs, autocast) -> None:
-    """Within bf16's noise."""
+def same(model, reference, inputs, autocast, usual: float = 2e-2) -> None:
+    """Within bf16's noise. usual: error of a gradient, in the median."""
     loss, ours = zoo.step(model, inputs, autocast)
     expected, theirs = zoo.step(reference, inputs, autocast)
     assert loss.item() == pytest.approx(expected.item(), rel=5e-3)
     errors = sorted(zoo.errors(ours, theirs, 0.01).values())
-    assert errors[len(errors) // 2] < 2e-2
+    assert errors[len(errors) // 2] < usual
     assert errors[-1] < 2e-1
 
 
 @pytest.mark.parametrize(
-    "family, mode, autocast",
-    [("llama", "qlora", torch.bfloat16), ("qwen3", "lora", None), ("qwen3_moe", "lora", None)],
+    "family, mode, autocast, usual",  # a token near the border of two experts may go to the other one
+    [("llama", "qlora", torch.bfloat16, 2e-2), ("qwen3", "lora", None, 2e-2), ("qwen3_moe", "lora", None, 6e-2)],
 )
-def test_changing_over(family, mode, autocast, monkeypatch):
+def test_changing_over(family, mode, autocast, usual, monkeypatch):
     """Catches keys that differ, other numbers op by op, and gigabytes of the other process."""
     model = build(family, mode)
     reference, made = tunecompile.optimize(copy.deepcopy(model), executor="eager"), Generated(monkeypatch)
     free = torch.cuda.mem_get_info()[0]
     held = torch.cuda.memory_reserved()
     tunecompile.optimize(model, warmup="background")
-    same(model, reference, batch(), autocast)
-    same(model, reference, batch(3, 200), autocast)
+    same(model, reference, batch(), autocast, usual)
+    same(model, reference, batch(3, 200), autocast, usual)
     assert made.graphs == 0
     until, seed = time.monotonic() + PATIENCE, 2
     while find(model, "waits-for-code") or not find(model, "changed-over"):
-        same(model, reference, batch(seed=seed), autocast)
-        same(model, reference, batch(3, 200, seed=seed), autocast)
+        same(model, reference, batch(seed=seed), autocast, usual)
+        same(model, reference, batch(3, 200, seed=seed), autocast, usual)
         assert time.monotonic() < until, tunecompile.report(model)
         seed += 1
     taken = free - torch.cuda.mem_get_info()[0] - (torch.cuda.memory_reserved() - held)
     assert taken < LARGEST
-    same(model, reference, batch(seed=seed), autocast)
-    same(model, reference, batch(3, 200, seed=seed), autocast)
+    same(model, reference, batch(seed=seed), autocast, usual)
+    same(model, reference, batch(3, 200, seed=seed), autocast, usual)
     assert made.graphs == 0, tunecompile.report(model)
     assert counters["inductor"]["fxgraph_cache_hit"] >= 4
     assert not find(model, *EAGER, "not-from-background", "compiled-at-once"), tunecompile.report(model)
