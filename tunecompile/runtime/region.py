@@ -173,7 +173,8 @@ class Region:
     ) -> Variant:
         """way: None where the plan is made later."""
         compiled_as = CompiledAs(self.itself, self.settings[(kind.flat, kind.unread, kind.others, *kind.setting)], way)
-        name += "_other_sizes" if kind.others else ""  # Dynamo keeps by name what it has learnt of sizes
+        if self.background is not None:  # Dynamo keeps by name what it has learnt of sizes, also of other models'
+            name += "_other_sizes" if kind.others else "_first_sizes"
         return Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread, waits)
 
     @property

@@ -101,6 +101,19 @@ def test_other_sizes_come_when_code_is_there(monkeypatch):
     assert [note.fields["step"] for note in find(model, "changed-over")] == [2, 4]
 
 
+def test_other_sizes_of_another_model(monkeypatch):
+    """Catches a first size that becomes a symbol meanwhile, since a model of the same kind was called with others."""
+    model = stack()
+    reference = tunecompile.optimize(copy.deepcopy(model), executor="eager")
+    code = warming(model, monkeypatch)
+    step(model, batch(4))
+    for rows in (4, 3):
+        step(reference, batch(rows))
+    code.deliver()
+    assert_close(step(model, batch(4)), step(reference, batch(4)))
+    assert (len(code.orders), hits()) == (1, 2)
+
+
 def test_layers_in_pieces(monkeypatch):
     """Catches pieces that go on op by op, which Dynamo finds by a backend that equals the new one."""
     model = stack()
