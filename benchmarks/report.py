@@ -45,11 +45,12 @@ from report_tables import (
     render_speedups,
     shown,
 )
-from report_trainers import render_generation, render_trainers, render_vision
+from report_trainers import render_first_losses, render_generation, render_trainers, render_vision
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "pages"
-PAGES = (ROOT / "README.md", DOCS / "guides" / "trl.md", *sorted((DOCS / "results").glob("*.md")))
+GUIDES = (DOCS / "guides" / "first-step.md", DOCS / "guides" / "trl.md")
+PAGES = (ROOT / "README.md", *GUIDES, *sorted((DOCS / "results").glob("*.md")))
 IMAGES = DOCS / "images"
 COLUMNS = 3  #: panels side by side in the picture
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.S)
@@ -60,6 +61,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trainers": render_trainers,
     "generation": render_generation,
     "vision": render_vision,
+    "first": render_first_losses,
     "longest": render_longest,
     "batches": render_batches,
     "peaks": render_peaks,

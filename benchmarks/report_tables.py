@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parent / "results"
 KERNELS, BUDGETS = "kernels.json", "budgets.json"  #: what benchmarks/kernels and benchmarks/steps/budgets.py measured
 #: files that do not compare training steps of several systems begin with one of these
 APART = ("longest", "cards", "peaks", "verified", "batches", "families", "speedups", "support", "suite")
-APART += ("scaling", "architectures", "shapes", "trainers", "generation", "vision")
+APART += ("scaling", "architectures", "shapes", "trainers", "generation", "vision", "first-loss")
 NAMES = {
     "hf": "HF + PEFT",
     "hf-checkpoint": "HF + PEFT, checkpointing",

@@ -27,6 +27,21 @@ IMAGES = (
     "first step, s",
     "tunecompile is faster by",
 )
+FIRST = (
+    "model, batches in turn",
+    "run",
+    "first loss, s",
+    "all steps, s",
+    "a step until there is code, ms",
+    "all code at step",
+    "a step then, ms",
+)
+WAYS = {
+    "eager": "eager",
+    "cold": "**tunecompile**, caches empty",
+    "warm": "**tunecompile**, caches warm",
+    "background": '**tunecompile**, `warmup="background"`, caches empty',
+}
 TITLES = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
 
 
@@ -134,3 +149,29 @@ def _generated(runs: list[dict[str, Any]]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def render_first_losses(folder: Path = RESULTS) -> str:
+    """A row for each run of a model: eager, compiled, and in the background."""
+    results = load_all("first-loss-*.json", folder)
+    rows = [_first(run) for result in results for run in complete(result)]
+    packages = (("torch", "torch"), ("transformers", "transformers"))
+    return to_markdown(FIRST, rows) + "\n" + measured_on(results, packages) if rows else ""
+
+
+def _first(run: dict[str, Any]) -> list[str]:
+    waits = "settled_step" in run
+    return [
+        _case(run),
+        WAYS[run["kind"]],
+        f"{run['first_loss_s']:.1f}",
+        f"{run['requested_steps']} in {run['all_s']:.1f}",
+        f"{run['waiting_ms']:.0f}" if waits else "",
+        f"{run['settled_step']}, after {run['settled_s']:.0f} s" if waits else "",
+        ", ".join(f"{1e3 * each:.0f}" for each in _last(run)),
+    ]
+
+
+def _last(run: dict[str, Any]) -> list[float]:
+    """Seconds of the last step of each batch."""
+    return run["steps_s"][-len(run["shape"].split(",")) :]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import os
 import statistics
 import subprocess
@@ -44,6 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", default="4x2048", help="steps have them in turn")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}; warm after cold")
+    parser.add_argument("--profile", type=Path, help="write what cProfile sees of the last kind's first forward here")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -71,10 +73,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         with contextlib.ExitStack() as around:
             if given.child != "eager" and not seconds:
                 around.enter_context(watch.running())
+            if given.profile and not seconds:
+                profile = around.enter_context(cProfile.Profile())
             if DEVICE == "cuda":
                 around.enter_context(torch.autocast(DEVICE, torch.bfloat16))
             loss = model(input_ids=ids, labels=ids).loss
             losses.append(loss.item())
+        if given.profile and not seconds:
+            profile.dump_stats(given.profile)
         firsts.append(time.perf_counter() - begin)
         loss.backward()
         if DEVICE == "cuda":
@@ -82,7 +88,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begin)
         waited.append(given.child == "background" and "waits-for-code" in _kinds(tunecompile.report(model)))
     settled = len(waited) - waited[::-1].index(True) if True in waited else 0
+    last = [1e3 * each for each in seconds[-LAST:]]
     row = {
+        "system": "hf" if given.child == "eager" else "tunecompile",
         "kind": given.child,
         "status": "ok" if not waited[-1] else f"no code after {PATIENCE} s",
         "first_loss_s": round(firsts[0], 3),
@@ -90,7 +98,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "steps": len(seconds),
         "steps_s": [round(each, 4) for each in seconds],
         "all_s": round(sum(seconds[: given.steps]), 3),
-        "step_ms": round(1e3 * statistics.median(seconds[-LAST:]), 2),
+        "step_ms": {"median": statistics.median(last), "min": min(last), "max": max(last)},
         "losses": [round(each, 5) for each in losses],
         "phases": watch.taken(),  # of the first forward
     }
@@ -114,7 +122,7 @@ def _kinds(report: Any) -> set[str]:
 def show(row: dict[str, Any]) -> None:
     print(
         f"{row['model']} {row['kind']}: first loss after {row['first_loss_s']:.2f} s, first step {row['first_step_s']:.2f} s; "
-        f"{row['requested_steps']} steps in {row['all_s']:.1f} s, at last {row['step_ms']:.1f} ms"
+        f"{row['requested_steps']} steps in {row['all_s']:.1f} s, at last {row['step_ms']['median']:.1f} ms"
     )
     if "settled_step" in row:
         longest = max(row["steps_s"][1:])
