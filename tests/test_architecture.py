@@ -166,7 +166,7 @@ def test_every_package_has_a_level():
 @pytest.mark.parametrize(
     "net, path, code",
     [
-        (upward, "planner/planted.py", "from tunecompile.runtime.region import Region\n"),
+        (upward, "planner/planted.py", "from tunecompile.runtime.layers.region import Region\n"),
         (upward, "ir/planted.py", "def late():\n    from tunecompile import ops\n"),
         (upward, "report/planted.py", "if TYPE_CHECKING:\n    import tunecompile.verification.verify\n"),
         (upward, "templates/planted.py", "from ..ops import lora\n"),

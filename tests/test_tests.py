@@ -106,11 +106,14 @@ def test_names_that_tests_and_benchmarks_read_are_there():
     [
         ("from tunecompile.errors import Gone", "tunecompile.errors.Gone"),
         ("def late():\n    import tunecompile.gone", "tunecompile.gone"),
-        ("from tunecompile.runtime import region\nregion.gone", "region.gone"),
-        ("from tunecompile.runtime import region\npatch.setattr(region, 'gone', 1)", "region.gone"),
-        ("patch.setattr('tunecompile.runtime.region.gone', 1)", "'tunecompile.runtime.region'.gone"),
-        ("import tunecompile.runtime.region\ntunecompile.runtime.region.gone()", "tunecompile.runtime.region.gone"),
-        ("from tunecompile.runtime.region import Region as It\nIt.gone", "It.gone"),
+        ("from tunecompile.runtime.layers import region\nregion.gone", "region.gone"),
+        ("from tunecompile.runtime.layers import region\npatch.setattr(region, 'gone', 1)", "region.gone"),
+        ("patch.setattr('tunecompile.runtime.layers.region.gone', 1)", "'tunecompile.runtime.layers.region'.gone"),
+        (
+            "import tunecompile.runtime.layers.region\ntunecompile.runtime.layers.region.gone()",
+            "tunecompile.runtime.layers.region.gone",
+        ),
+        ("from tunecompile.runtime.layers.region import Region as It\nIt.gone", "It.gone"),
         ("from tunecompile.passes import gone", "tunecompile.passes.gone"),
         ("CODE = '''\nfrom tests.support.batches import gone\n'''", "tests.support.batches.gone"),
     ],
@@ -123,11 +126,11 @@ def test_a_name_that_is_gone_is_seen(code, gone):
     "code",
     [
         "from tunecompile.passes.plan import probe\nprobe.__name__",
-        "from tunecompile.runtime.region import Region\nRegion.variants, Region.__init__",
+        "from tunecompile.runtime.layers.region import Region\nRegion.variants, Region.__init__",
         "from tunecompile import verify, report\nverify.any, report.any",
         "import tunecompile.passes\ntunecompile.passes.recognize",
-        "from tunecompile.runtime import region\nregion = 1\nregion.any",
-        "patch.setattr('tunecompile.runtime.region.new', 1, raising=False)",
+        "from tunecompile.runtime.layers import region\nregion = 1\nregion.any",
+        "patch.setattr('tunecompile.runtime.layers.region.new', 1, raising=False)",
     ],
 )
 def test_a_name_that_is_there_or_not_known_is_none(code):

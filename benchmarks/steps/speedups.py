@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installati
 import tunecompile
 from tests.support import zoo
 from tunecompile.cli.compare.machine import header
-from tunecompile.runtime.find_layers import find_layers
+from tunecompile.runtime.layers.find_layers import find_layers
 
 #: hidden size, width of the MLP, heads, heads of keys and values, and the size of a head where the config names it; each of a model people train
 WIDTHS = {

@@ -13,9 +13,9 @@ from tests.support.models.pairs import pair, small
 from tests.support.notes import find, has
 from tunecompile.compiler.backend import CompiledAs, WeakBackend
 from tunecompile.planner.solver import KEEP, RECOMPUTE
-from tunecompile.runtime import layer_slot
-from tunecompile.runtime.dynamic_shapes import DynamicShapes
-from tunecompile.runtime.region import pieces_of
+from tunecompile.runtime.layers import layer_slot
+from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes
+from tunecompile.runtime.layers.region import pieces_of
 
 tf = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

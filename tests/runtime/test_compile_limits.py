@@ -18,8 +18,8 @@ from tests.support.compare import assert_same_step
 from tests.support.models.pairs import pair
 from tests.support.notes import find, has
 from tunecompile.compiler.backend import Backend
-from tunecompile.runtime import variant
 from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
+from tunecompile.runtime.layers import variant
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

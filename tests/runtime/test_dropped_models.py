@@ -40,7 +40,7 @@ def test_graphs_of_dropped_models_are_freed(memory):
         counts.append(left())
         assert model() is None
     assert all(counts[2][kind] <= counts[1][kind] <= counts[0][kind] for kind in counts[0]), counts
-    assert not any(name.startswith("__compiled_fn") for name in vars(tunecompile.runtime.variant))
+    assert not any(name.startswith("__compiled_fn") for name in vars(tunecompile.runtime.layers.variant))
 
 
 def test_other_models_keep_their_graphs():

@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from tests.support.notes import logged
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.parts import memory
 from tunecompile.runtime.parts.checkpointing import Checkpointing
 from tunecompile.runtime.parts.layers import EntryHook

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.unpad import flat_batch, rounding
 from tunecompile.runtime.unpad.rounding import Rounding
-from tunecompile.runtime.variant import Variant
 
 MULTIPLE = 64  #: in place of what kernels of a GPU are made for
 SIZES = 3  #: from so many on they are rounded, so that tests are short

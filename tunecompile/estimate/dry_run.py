@@ -36,20 +36,20 @@ from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.notes import Note, note
 from tunecompile.planner.datasheets import HOST, GpuSpec
 from tunecompile.runtime.compile_limits import CompileEffort
-from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, tensors_in
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, mark_flat, tensors_in
+from tunecompile.runtime.layers.layer_slot import LayerSlot
+from tunecompile.runtime.layers.region import Region
+from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.parts.kernel_functions import KernelFunctions
-from tunecompile.runtime.region import Region
 from tunecompile.runtime.unpad.decision import refused_now
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall
 from tunecompile.runtime.unpad.masks.given import mask_in
 from tunecompile.runtime.unpad.masks.pairs import PairMask, identity
-from tunecompile.runtime.variant import Variant
 
 UNBOUNDED = 1 << 60  #: bytes
 

@@ -30,7 +30,7 @@ from tunecompile.planner.step_plan import (
     count_options,
     solve,
 )
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.memory.accounting import (
     allowed_bytes,
     compute_dtype,

@@ -20,7 +20,7 @@ from tunecompile.estimate.network import Network
 from tunecompile.planner.datasheets import DatasheetGauge
 from tunecompile.planner.device_memory import gradient_bytes, moment_bytes
 from tunecompile.planner.solver import Assignment, LayerRun, choose
-from tunecompile.runtime.find_layers import find_layers
+from tunecompile.runtime.layers.find_layers import find_layers
 
 BUCKET = 25 << 20  #: bytes of gradients that DDP sends at once (torch's bucket_cap_mb)
 AHEAD = 2  #: number of layers that FSDP2 has gathered, or is gathering, besides the one that runs

@@ -12,12 +12,12 @@ from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.plugins import report_lines
 from tunecompile.integrations import private_names
 from tunecompile.notes import Note, note
-from tunecompile.runtime.find_layers import LayerStack, find_layers
+from tunecompile.runtime.layers.find_layers import LayerStack, find_layers
+from tunecompile.runtime.layers.region import Region
+from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.parts import LossHead
-from tunecompile.runtime.region import Region
 from tunecompile.runtime.step import Step
-from tunecompile.runtime.variant import Variant
 
 
 def note_new_layers(model: nn.Module) -> list[Note]:

@@ -21,8 +21,8 @@ from tunecompile.planner.solver import plan_lines
 from tunecompile.report.graph_layout import Drawing, side_by_side
 from tunecompile.report.html import make_environment
 from tunecompile.report.report import RegionReport, saved_bytes, summarize
+from tunecompile.runtime.layers.region import contexts_of
 from tunecompile.runtime.model_state import State, state_of
-from tunecompile.runtime.region import contexts_of
 
 COLOURS = ("#60a5fa", "#34d399", "#fbbf24", "#c084fc", "#f472b6", "#22d3ee", "#fb923c", "#a3e635", "#818cf8", "#2dd4bf")
 

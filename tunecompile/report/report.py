@@ -16,9 +16,9 @@ from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import plan_lines
 from tunecompile.report.diagnose import model_notes, region_notes
+from tunecompile.runtime.layers.region import Region, contexts_of, pieces_of
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.parts import StepTelemetry
-from tunecompile.runtime.region import Region, contexts_of, pieces_of
 
 __all__ = ["RegionReport", "Report"]
 

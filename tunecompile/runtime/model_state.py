@@ -18,11 +18,11 @@ from tunecompile.notes import Note
 from tunecompile.planner.device_memory import Spec
 from tunecompile.runtime.background.waiting import Background
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
-from tunecompile.runtime.find_layers import LayerStack
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.find_layers import LayerStack
+from tunecompile.runtime.layers.layer_slot import LayerSlot
+from tunecompile.runtime.layers.region import Region, merge_tallies, pieces_of
 from tunecompile.runtime.loss_head import Head
 from tunecompile.runtime.memory.weight_cache import WeightCache
-from tunecompile.runtime.region import Region, merge_tallies, pieces_of
 from tunecompile.runtime.step import NotCopied, Step
 from tunecompile.runtime.unpad.norm_slot import NormSlot
 from tunecompile.runtime.unpad.unpad import Unpadding

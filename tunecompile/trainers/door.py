@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from tunecompile.errors import HostTooOld, NotOptimized
 from tunecompile.report.report import Report
-from tunecompile.runtime.find_layers import find_layers
+from tunecompile.runtime.layers.find_layers import find_layers
 from tunecompile.runtime.model_state import is_optimized
 from tunecompile.trainers.api import optimize, report
 

@@ -26,7 +26,7 @@ from tunecompile.integrations.packed_experts.stacks import packed_stacks, set_dt
 from tunecompile.integrations.peft.parametrize import trace_or_skip
 from tunecompile.integrations.registered.names import unregistered
 from tunecompile.integrations.transformers import without_cache
-from tunecompile.runtime.find_layers import find_layers
+from tunecompile.runtime.layers.find_layers import find_layers
 
 
 class Float64(TorchFunctionMode):

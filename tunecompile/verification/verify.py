@@ -26,7 +26,7 @@ from tunecompile.errors import CannotVerify
 from tunecompile.ir.op import HALF
 from tunecompile.notes import Note, note
 from tunecompile.runtime.attach import attach, restore
-from tunecompile.runtime.find_layers import find_layers
+from tunecompile.runtime.layers.find_layers import find_layers
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.model_state import ATTRIBUTE, Settings, State, is_optimized
 from tunecompile.verification.bisect import find, without

@@ -15,7 +15,7 @@ from tests.support.notes import has
 from tunecompile.errors import NothingFits
 from tunecompile.planner import candidates
 from tunecompile.planner.device_memory import HostGauge
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.memory import per_device
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState

@@ -324,7 +324,7 @@ def test_weights_that_stay_apart(why, monkeypatch):
         monkeypatch.undo()
     model, reference = build(), build(False)
     if why == "gathered":
-        monkeypatch.setattr("tunecompile.runtime.layer_slot.sharded", lambda parameter: True)
+        monkeypatch.setattr("tunecompile.runtime.layers.placed_layer.sharded", lambda parameter: True)
     assert_same_by_element(model, reference)
     assert not moved(model) and not kept(model).moved
 

@@ -15,7 +15,7 @@ from tests.support.models.pairs import optimized, without_mlps
 from tests.support.notes import fell_back, find, has
 from tests.support.reports import flattened, told_apart
 from tunecompile.integrations.kernel_functions import meanings
-from tunecompile.runtime import variant
+from tunecompile.runtime.layers import variant
 
 pytest.importorskip("transformers.models.qwen3_5")
 LIMITS = {"loss": 1e-6, "limit": 1e-4, "floor": 1e-4}  #: transformers' rule is in fp32

@@ -16,8 +16,8 @@ from tests.support.notes import fell_back, has
 from tests.support.rounding import Shapes, waited_for
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
-from tunecompile.runtime import variant
 from tunecompile.runtime.cuda_graphs import launch_bound, replay
+from tunecompile.runtime.layers import variant
 from tunecompile.runtime.model_state import state_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.image_bounds import ImageBounds, read_bounds

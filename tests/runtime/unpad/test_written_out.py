@@ -10,7 +10,7 @@ from tests.support.compare import assert_same_flattened, assert_same_step
 from tests.support.models.pairs import attending, pair
 from tests.support.notes import find, has
 from tests.support.reports import flattened, told_apart
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.unpad import decision, presume
 from tunecompile.runtime.unpad.presume import AFTER, SURPRISES
 

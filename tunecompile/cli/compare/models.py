@@ -18,7 +18,7 @@ from tunecompile.cli.compare.spec import REFERENCE, Job
 from tunecompile.errors import ModelNotFound
 from tunecompile.estimate.known_shapes import SHAPES, lora_targets
 from tunecompile.integrations.bitsandbytes import values_of
-from tunecompile.runtime.find_layers import find_layers
+from tunecompile.runtime.layers.find_layers import find_layers
 from tunecompile.verification.reference_model import Float64, widen_stacks
 
 

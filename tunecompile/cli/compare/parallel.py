@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile.cli.compare.spec import Job
-from tunecompile.runtime.find_layers import find_layers
+from tunecompile.runtime.layers.find_layers import find_layers
 
 
 def shard(model: nn.Module, job: Job) -> nn.Module:

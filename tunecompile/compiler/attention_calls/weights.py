@@ -14,7 +14,7 @@ __all__ = ["leave_out_weights"]
 
 
 def leave_out_weights(graph: Graph, found: FoundAttention) -> None:
-    """Return weights of no row for weights that nobody reads (`tunecompile.runtime.unread_weights`)."""
+    """Return weights of no row for weights that nobody reads (`tunecompile.runtime.layers.unread_weights`)."""
     for weights in found.returned:
         heads, dtype = value(weights).shape[1], value(weights).dtype
 

@@ -12,9 +12,9 @@ from tunecompile._torch.distributed import several
 from tunecompile._torch.inductor import keeps_code
 from tunecompile.notes import Note, note
 from tunecompile.runtime.background.waiting import Change
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.layer_slot import LayerSlot
+from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.model_state import ModelCall, Part, State
-from tunecompile.runtime.region import Region
 
 
 class BackgroundCode(Part):

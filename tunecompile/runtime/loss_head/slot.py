@@ -21,10 +21,10 @@ from tunecompile.integrations.fsdp import held
 from tunecompile.integrations.layer_host import HostDefaults, LayerHost
 from tunecompile.integrations.loss_caller import labels_are_given
 from tunecompile.notes import KINDS, Note, note
+from tunecompile.runtime.layers.module_watch import ClassWatch
 from tunecompile.runtime.loss_head.deferred import lazily
 from tunecompile.runtime.loss_head.linear_head import HeadTracer, LinearHead, NotLinear
 from tunecompile.runtime.loss_head.logits import Logits
-from tunecompile.runtime.module_watch import ClassWatch
 from tunecompile.runtime.step import Step
 
 log = logging.getLogger("tunecompile")

@@ -29,13 +29,13 @@ SPARE = 0.02
 
 
 class PlannedRegion(Protocol):
-    """Layers of one structure: `runtime.region.Region`."""
+    """Layers of one structure: `runtime.layers.region.Region`."""
 
     name: str
 
 
 class PlannedLayer(Protocol):
-    """The slot of a layer: `runtime.layer_slot.LayerSlot`."""
+    """The slot of a layer: `runtime.layers.layer_slot.LayerSlot`."""
 
     layer: nn.Module
     checkpoint: bool  #: whether the user enabled gradient checkpointing

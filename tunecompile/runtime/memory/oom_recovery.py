@@ -32,6 +32,7 @@ from tunecompile.integrations.rank_store import RankStore
 from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import describe_plan
+from tunecompile.runtime.layers.met_graph import MetGraph, watching
 from tunecompile.runtime.memory.across_ranks import RankPlans
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.recompute_call import (
@@ -41,7 +42,6 @@ from tunecompile.runtime.memory.recompute_call import (
     RepeatableLayer,
 )
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
-from tunecompile.runtime.met_graph import MetGraph, watching
 
 log = logging.getLogger("tunecompile")
 T = TypeVar("T")

@@ -13,7 +13,8 @@ from tunecompile._torch.cuda import grow_segments
 from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import Spec, gauge_of
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.layer_slot import LayerSlot
+from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.loss_head import Head
 from tunecompile.runtime.memory.accounting import MemoryAccounting
 from tunecompile.runtime.memory.budget import RuntimePlanner
@@ -21,7 +22,6 @@ from tunecompile.runtime.memory.host.pinned_pool import available
 from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.memory.weight_cache import WeightCache
-from tunecompile.runtime.region import Region
 
 
 class Planned(Protocol):

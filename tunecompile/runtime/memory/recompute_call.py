@@ -22,18 +22,18 @@ from tunecompile._torch.autograd import differentiable_outputs, keeps_graph, mad
 from tunecompile._torch.cuda import requested
 from tunecompile.errors import LayerChanged, ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
 from tunecompile.notes import Note, note
+from tunecompile.runtime.layers.met_graph import MetGraph, watching
+from tunecompile.runtime.layers.module_watch import ModuleSnapshot, holders
 from tunecompile.runtime.memory.accounting import PlannedLayer
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.given_containers import GivenContainers
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
-from tunecompile.runtime.met_graph import MetGraph, watching
-from tunecompile.runtime.module_watch import ModuleSnapshot, holders
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class RepeatableLayer(PlannedLayer, Protocol):
-    """The slot of a layer whose calls may be repeated: `runtime.layer_slot.LayerSlot`."""
+    """The slot of a layer whose calls may be repeated: `runtime.layers.layer_slot.LayerSlot`."""
 
     inside: ModuleSnapshot | None  #: None before its first call
 

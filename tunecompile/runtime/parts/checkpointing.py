@@ -10,7 +10,7 @@ from torch import nn
 from tunecompile._torch.modules import checkpoints
 from tunecompile.integrations.transformers import PassThrough, only_checkpoints
 from tunecompile.notes import Note, note
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import Part, State
 
 OF_LAYER, OF_WRAPPER = "_gradient_checkpointing_func", "checkpoint_fn"  #: attributes that hold the function

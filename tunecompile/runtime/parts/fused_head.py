@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tunecompile.integrations import trl
 from tunecompile.notes import Note, note
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.loss_head.fused_forward import FusedForward
 from tunecompile.runtime.model_state import Part, State
 from tunecompile.runtime.step import NotCopied

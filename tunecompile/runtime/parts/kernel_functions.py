@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tunecompile.integrations.kernel_functions import Substitution, substitute, trace_by_bounds
 from tunecompile.notes import Note
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import Part, State
 
 

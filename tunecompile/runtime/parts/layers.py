@@ -13,12 +13,12 @@ from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.integrations.loss_caller import liger_kinds
 from tunecompile.integrations.transformers import gives_cache
 from tunecompile.notes import Note, note
-from tunecompile.runtime.find_layers import LayerStack, find_layers, find_norms, structure
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.find_layers import LayerStack, find_layers, find_norms, structure
+from tunecompile.runtime.layers.layer_slot import LayerSlot
+from tunecompile.runtime.layers.module_watch import TURNS
+from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.model_state import ModelCall, Part, State
-from tunecompile.runtime.module_watch import TURNS
 from tunecompile.runtime.parts.first_step import FirstStepCheck
-from tunecompile.runtime.region import Region
 from tunecompile.runtime.step import NotCopied
 from tunecompile.runtime.unpad.norm_slot import NormSlot
 from tunecompile.runtime.unpad.unpad import scores

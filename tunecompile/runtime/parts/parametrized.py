@@ -9,7 +9,7 @@ from torch import nn
 from tunecompile.integrations.packed_experts.stacks import packed_stacks
 from tunecompile.integrations.peft import parametrize
 from tunecompile.notes import Note
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import Part, State
 
 

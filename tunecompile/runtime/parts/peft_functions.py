@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tunecompile.integrations.peft.trace import substitute
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import Part, State
 
 

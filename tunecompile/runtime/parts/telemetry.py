@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunecompile.notes import Note
-from tunecompile.runtime.dynamic_shapes import batch_tokens
+from tunecompile.runtime.layers.dynamic_shapes import batch_tokens
 from tunecompile.runtime.model_state import ModelCall, Part, State
 from tunecompile.runtime.telemetry import Telemetry, describe
 

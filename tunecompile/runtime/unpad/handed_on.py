@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
-from tunecompile.runtime.module_watch import holders
+from tunecompile.runtime.layers.module_watch import holders
 from tunecompile.runtime.unpad.flat_batch import FlatBatch, HasNoTokens
 from tunecompile.runtime.unpad.stale_rows import StaleRow
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import HOOKS, call_original, global_hooks
-from tunecompile.runtime.dynamic_shapes import tensors_in
-from tunecompile.runtime.force_grad import without_graph
-from tunecompile.runtime.layer_slot import LayerSlot
-from tunecompile.runtime.region import CallKind
+from tunecompile.runtime.layers.dynamic_shapes import tensors_in
+from tunecompile.runtime.layers.force_grad import without_graph
+from tunecompile.runtime.layers.layer_slot import LayerSlot
+from tunecompile.runtime.layers.region import CallKind
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.masks.recorder import not_recording
 from tunecompile.runtime.unpad.unpad import Unpadding

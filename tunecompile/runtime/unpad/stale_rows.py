@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tunecompile.runtime.module_watch import holders
+from tunecompile.runtime.layers.module_watch import holders
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tunecompile.integrations import loss_caller
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.integrations.transformers import gives_cache
 from tunecompile.notes import Note, note
-from tunecompile.runtime.met_graph import MetGraph
+from tunecompile.runtime.layers.met_graph import MetGraph
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now

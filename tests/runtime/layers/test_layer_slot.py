@@ -10,8 +10,8 @@ from torch import nn
 from tests.support.notes import has
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
-from tunecompile.runtime import layer_slot
-from tunecompile.runtime.layer_slot import LayerSlot
+from tunecompile.runtime.layers import layer_slot
+from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.parts.layers import Layers
 
 WHY = note("loop-over-list", detail="a loop")
@@ -99,7 +99,7 @@ class Kind:
         )
         self.slot = SimpleNamespace(
             **dict(region=region, step=SimpleNamespace(images=images), place=5, owner="owner"),
-            **dict(placement=more.get("placement"), _hooked=lambda: more.get("hooks", ())),
+            **dict(placement=more.get("placement"), hooked=lambda: more.get("hooks", ())),
             inside=SimpleNamespace(collected=more.get("collected", False), hooks=()),
             switched_off=SimpleNamespace(active=("default",)),
         )
@@ -169,73 +169,6 @@ def test_hooks_of_transformers_collect_attention_where_no_others_are(monkeypatch
     kind = Kind(monkeypatch, collects=changed != "collects", **more)
     kind(HIDDEN, a=1)
     assert kind.asked == [({"a": 1}, changed == "")]
-
-
-class Looked:
-    """A slot before its first step, whose engines answer as given."""
-
-    def __init__(self, monkeypatch, layer, sharded=False, forks=(), owner=None, in_tower=None, **engines):
-        self.asked, self.left_out = [], []
-        for name in ("place", "gathered", "unit"):
-            monkeypatch.setattr(
-                layer_slot, name, lambda given, name=name: self.asked.append((name, given)) or engines.get(name)
-            )
-        monkeypatch.setattr(layer_slot, "put_states_back", lambda given: ("states", given))
-        monkeypatch.setattr(layer_slot.ImageBounds, "of", lambda given: ("images", given))
-        monkeypatch.setattr(layer_slot, "sharded", lambda parameter: sharded)
-        monkeypatch.setattr(layer_slot, "forks_in", lambda given: given is owner and forks)
-        monkeypatch.setattr(layer_slot, "separate_names", lambda given: self.asked.append(("names", given)))
-        region = SimpleNamespace(
-            in_tower=in_tower, replays=SimpleNamespace(leave_out=self.left_out.append), classes=SimpleNamespace()
-        )
-        region.classes.add = lambda modules: self.asked.append(("classes", [*modules]))
-        self.slot = LayerSlot(SimpleNamespace(), layer, region)
-        self.slot.owner = owner
-        self.replays = region.replays
-        self.slot._look_around()
-
-
-@pytest.mark.parametrize("engine", ["place", "gathered", "unit", None])
-def test_the_first_engine_that_has_to_do_with_a_layer_is_its_host(monkeypatch, engine):
-    """The others are not asked: each changes what it finds."""
-    engines, order = (
-        ({engine: f"host by {engine}", "unit": "the last"} if engine else {}),
-        ["place", "gathered", "unit"],
-    )
-    if engine == "unit":
-        engines["unit"] = "host by unit"
-    looked = Looked(monkeypatch, layer := nn.Tanh(), **engines)
-    assert looked.slot.placement == (engine and f"host by {engine}")
-    asked = order[: order.index(engine) + 1] if engine else order
-    assert looked.asked == [*((name, layer) for name in asked), ("names", layer), ("classes", [layer])]
-    assert looked.slot.inside.own == [vars(layer)]
-    assert (looked.slot.states, looked.slot.images) == (("states", layer), ("images", layer))
-
-
-@pytest.mark.parametrize(
-    "owner, forks, known, expected",
-    [
-        (None, ("fork",), None, False),
-        ("tower", (), None, False),
-        ("tower", ("fork",), None, True),
-        ("tower", ("fork",), False, False),
-        ("tower", (), True, True),
-    ],
-)
-def test_a_tower_is_known_by_what_its_layers_may_be_told(monkeypatch, owner, forks, known, expected):
-    assert Looked(monkeypatch, nn.Tanh(), owner=owner, forks=forks, in_tower=known).slot.region.in_tower is expected
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Tanh()])
-def test_gathered_weights_are_not_recorded(monkeypatch, sharded, layer):
-    """They lie elsewhere at every call: a recording would read what is there by then."""
-    looked = Looked(monkeypatch, layer, sharded=sharded)
-    leaves = sharded and isinstance(layer, nn.Linear)
-    assert looked.slot.region.replays is (None if leaves else looked.replays)
-    assert looked.left_out == [torch.device("cpu")] * leaves
-    looked.slot._look_around()
-    assert looked.left_out == [torch.device("cpu")] * leaves
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tunecompile.runtime.dynamic_shapes import tensors_in
+from tunecompile.runtime.layers.dynamic_shapes import tensors_in
 
 
 class _RequireGrad(torch.autograd.Function):

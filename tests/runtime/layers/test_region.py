@@ -1,7 +1,7 @@
 """Names of compiled functions."""
 
 from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, Plan
-from tunecompile.runtime.region import _suffix
+from tunecompile.runtime.layers.region import _suffix
 
 
 def test_each_plan_has_its_own_name():

@@ -24,10 +24,10 @@ from tunecompile.planner.solver import KEEP, Plan
 from tunecompile.runtime.background.waiting import Background
 from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
-from tunecompile.runtime.dynamic_shapes import DynamicShapes
+from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes
+from tunecompile.runtime.layers.module_watch import ClassWatch
+from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.memory.weight_cache import WeightCache
-from tunecompile.runtime.module_watch import ClassWatch
-from tunecompile.runtime.variant import Variant
 
 T = TypeVar("T")
 SCORING, REFERENCE = "without_gradient", "without_adapters"  #: in place of a plan

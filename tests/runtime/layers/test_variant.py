@@ -12,9 +12,9 @@ from tests.support.notes import has
 from tunecompile.compiler.backend import WEIGHTS_UNREAD
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
-from tunecompile.runtime import variant
 from tunecompile.runtime.compile_limits import CompileEffort, History
-from tunecompile.runtime.met_graph import also_watching
+from tunecompile.runtime.layers import variant
+from tunecompile.runtime.layers.met_graph import also_watching
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from tunecompile.errors import summary
 from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUMENTS
 from tunecompile.notes import Note, note
 from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
-from tunecompile.runtime.met_graph import MetGraph, also_watching, meet
+from tunecompile.runtime.layers.met_graph import MetGraph, also_watching, meet
 from tunecompile.runtime.unpad.flat_batch import (
     BOUNDS_BESIDE,
     IMAGE_BOUNDS,

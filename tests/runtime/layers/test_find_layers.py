@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tunecompile
-from tunecompile.runtime.find_layers import find_layers, find_norms
+from tunecompile.runtime.layers.find_layers import find_layers, find_norms
 
 
 class Layer(nn.Module):

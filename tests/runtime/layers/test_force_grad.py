@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tunecompile.runtime.force_grad import drop_graph, require_grad, without_view
+from tunecompile.runtime.layers.force_grad import drop_graph, require_grad, without_view
 
 HIDDEN = (2, 3, 4)
 

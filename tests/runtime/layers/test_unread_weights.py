@@ -10,7 +10,7 @@ from torch import nn
 
 import tunecompile
 from tests.support.notes import find, has
-from tunecompile.runtime.unread_weights import unread
+from tunecompile.runtime.layers.unread_weights import unread
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WIDTH, HEADS = 16, 2

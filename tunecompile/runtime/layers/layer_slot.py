@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,43 +13,30 @@ from torch import nn
 
 from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.dynamo import is_compiling
-from tunecompile._torch.modules import call_original, global_hooks, is_of
+from tunecompile._torch.modules import call_original
 from tunecompile._torch.saved_strides import hooks_were_seen, notice_hooks
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import context_parallel, output_capturing
-from tunecompile.integrations.accelerate import place
-from tunecompile.integrations.bitsandbytes import PackedStates, put_states_back
-from tunecompile.integrations.deepspeed import gathered
-from tunecompile.integrations.fsdp import unit
-from tunecompile.integrations.kernel_functions import forks_in
-from tunecompile.integrations.layer_host import LayerHost
-from tunecompile.integrations.peft.reference import SwitchedOff
-from tunecompile.integrations.peft.trace import separate_names
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
 from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan
 from tunecompile.runtime.cuda_graphs.replay import unrecorded
-from tunecompile.runtime.dynamic_shapes import DynamicShapes, mark_flat, mark_patches, tensors_in
-from tunecompile.runtime.force_grad import Shared, drop_graph, require_grad, without_graph, without_view
+from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, mark_flat, mark_patches, tensors_in
+from tunecompile.runtime.layers.force_grad import Shared, drop_graph, require_grad, without_graph, without_view
+from tunecompile.runtime.layers.met_graph import last_met
+from tunecompile.runtime.layers.placed_layer import PlacedLayer
+from tunecompile.runtime.layers.region import CallKind, Region
+from tunecompile.runtime.layers.unread_weights import are_unread, unread
+from tunecompile.runtime.layers.variant import Variant, unchanged
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.given_containers import holds_containers
-from tunecompile.runtime.memory.oom_recovery import sharded
-from tunecompile.runtime.met_graph import last_met
-from tunecompile.runtime.module_watch import ModuleSnapshot
-from tunecompile.runtime.region import CallKind, Region
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import LONGEST_IMAGE, OFFSETS, WINDOW, FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
-from tunecompile.runtime.unpad.image_bounds import ImageBounds
 from tunecompile.runtime.unpad.masks.pairs import real_masks
 from tunecompile.runtime.unpad.stale_rows import take_back
 from tunecompile.runtime.unpad.unpad import Unpadding
-from tunecompile.runtime.unread_weights import are_unread, unread
-from tunecompile.runtime.variant import Variant, unchanged
-
-#: packages whose hooks put a layer's weights in place, and keep nothing that they see
-_ENGINES = ("tunecompile.", "torch.distributed.", "accelerate.", "deepspeed.", "bitsandbytes.")
 
 
 class Mode(enum.Enum):
@@ -60,27 +47,20 @@ class Mode(enum.Enum):
     SCORE = "score"  #: compiled, without gradients: a reference's log-probabilities, say
 
 
-class LayerSlot:
+class LayerSlot(PlacedLayer):
     """Runs the calls of one layer."""
 
     def __init__(self, step: Step, layer: nn.Module, region: Region):
-        self.step, self.layer, self.region = step, layer, region
+        super().__init__(layer, region)
+        self.step = step
         self.place, self.stack = 0, 0  #: among all layers, and the number of its list of layers
         self.first = False  #: in its list of layers
-        self.owner: nn.Module | None = None  #: of its list of layers
         self.checkpoint = False  #: whether the user enabled gradient checkpointing
         #: a checkpoint function of the user's, called with the layer and its arguments by position
         self.checkpointed_by: Callable | None = None
         self.padding: Unpadding | None = None
         self.variant: Variant | None = None
         self.batch = 0  #: the number of its owner's call in which it trained last
-        self.inside: ModuleSnapshot | None = None
-        self.switched_off = SwitchedOff(())  #: adapters, while a reference is scored
-        self.hooks: Sequence[dict] = ()  #: dictionaries of hooks inside that the call finds
-        #: where accelerate placed the layer, or how DeepSpeed or FSDP2 gathers it
-        self.placement: LayerHost | None = None
-        self.states: PackedStates | None = None  #: gives gathered weights their quantisation state
-        self.images: ImageBounds | None = None  #: for a layer of a tower
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._run(args, kwargs)
@@ -184,13 +164,6 @@ class LayerSlot:
             self.batch = self.step.batches
         return Mode.TRAIN
 
-    @property
-    def gathers(self) -> bool:
-        """Whether FSDP2 gathers the layer, and communicates around its call alone."""
-        if self.inside is None:
-            self._look_around()
-        return self.placement is not None and self.placement.alone
-
     def _gathered(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
         """`run`, between the hooks of FSDP2 if the layer is a unit of its own: a repetition inside finds gathered
         weights.
@@ -209,7 +182,7 @@ class LayerSlot:
     def _refused(self) -> bool:
         """Whether hooks of accelerate's, or context parallelism, cannot be compiled around."""
         if self.inside is None:
-            self._look_around()
+            self.look_around()
         why = self.placement.refused if self.placement is not None else None
         if self.step.replaced is not None:
             why = note("function-replaced", self.step.replaced)
@@ -238,60 +211,6 @@ class LayerSlot:
             raise NotTokenWise(note("runs-eagerly"))
         self.region.refused[why] += 1
         return True
-
-    def _look_around(self) -> None:
-        """At the first step, when adapters are in place and devices are chosen."""
-        self.placement = place(self.layer) or gathered(self.layer) or unit(self.layer)
-        self.states = put_states_back(self.layer)
-        self.images = ImageBounds.of(self.layer)
-        if self.region.in_tower is None:
-            self.region.in_tower = self.owner is not None and bool(forks_in(self.owner))
-        if self.region.replays is not None and any(map(sharded, self.layer.parameters())):
-            # gathered weights lie elsewhere at every call; and a recorded collective would wait for all ranks
-            self.region.replays.leave_out(next(self.layer.parameters()).device)
-            self.region.replays = None
-        self._look_inside()
-
-    def _look_inside(self) -> None:
-        """At its modules, as they are from now on."""
-        separate_names(self.layer)
-        self.inside, self.switched_off = ModuleSnapshot(self.layer), SwitchedOff.of(self.layer)
-        self.region.classes.add(self.layer.modules())
-
-    def follow_modules(self) -> bool:
-        """Adapters may have come into the layer, and hooks with them.
-
-        Returns:
-            Whether hooks were found that may have been there for some steps.
-        """
-        if self.inside is None or not self.inside.changed:
-            return False
-        late = self.inside.late
-        self._look_inside()
-        return late
-
-    @property
-    def stays(self) -> bool:
-        """Whether the layer's weights are its own (FSDP1 takes them away), are where they are, and this process's
-        alone.
-        """
-        if self.inside is None:
-            self._look_around()
-        parameters = list(self.layer.parameters())
-        return (
-            bool(parameters)
-            and (self.placement is None or self.placement.weights_stay)
-            and not any(map(sharded, parameters))
-        )
-
-    def release(self) -> None:
-        """Undo that."""
-        if self.placement is not None:
-            self.placement.release()
-        if self.states is not None:
-            self.states.hook.remove()
-        if self.inside is not None:
-            output_capturing.give_back(self.inside.hooks)
 
     @property
     def budget(self) -> RuntimePlanner | None:
@@ -355,7 +274,7 @@ class LayerSlot:
             torch.is_grad_enabled(),
             context_parallel.is_shared(),
             kwargs.get(WINDOW),
-            self._hooked(),
+            self.hooked(),
             hooks_were_seen(),  # graphs that were made before may have come from a cache
             self.region.classes.version,
             self.switched_off.active,  # else a policy's calls look at its reference's guards, and the other way round
@@ -393,7 +312,7 @@ class LayerSlot:
         gather its weights, and where the plan of memory is for smaller batches, or is not made yet.
         """
         self.hooks = self.inside.hooks
-        if self.placement is not None or self._hooked() or self.inside.collected or holds_containers(args, kwargs):
+        if self.placement is not None or self.hooked() or self.inside.collected or holds_containers(args, kwargs):
             return None
         if not any(parameter.requires_grad for parameter in self.layer.parameters()):
             return None
@@ -423,21 +342,6 @@ class LayerSlot:
         self.region.variants = {
             key: variant for key, variant in self.region.variants.items() if variant is not self.variant
         }
-
-    def _hooked(self) -> tuple:
-        """The code of all hooks that are called inside. Dynamo traces those it finds, without a guard against later
-        ones.
-        """
-        found = (*global_hooks(), *self.hooks)
-        output_capturing.replace(found)
-        return tuple(getattr(hook, "__code__", type(hook)) for hooks in found for hook in hooks.values())
-
-    @property
-    def watched(self) -> bool:
-        """Whether a hook sees values inside the layer, and may keep them. Hooks of engines do not."""
-        return self.inside.collected or any(
-            not is_of(hook, _ENGINES) for hooks in (*global_hooks(), *self.inside.hooks) for hook in hooks.values()
-        )
 
     def note_eager(self) -> None:
         """A call ran by the layer's own code although it should have been compiled."""

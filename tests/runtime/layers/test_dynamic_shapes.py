@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tunecompile.runtime import dynamic_shapes
-from tunecompile.runtime.dynamic_shapes import DynamicShapes, batch_tokens
+from tunecompile.runtime.layers import dynamic_shapes
+from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, batch_tokens
 
 
 def test_tokens_of_a_call():
