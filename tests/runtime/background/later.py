@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+import tempfile
+from pathlib import Path
+
 import torch
 from torch import nn
-from torch._inductor import compile_fx
+from torch._inductor import codecache, compile_fx
 
 import tunecompile
 from tunecompile.compiler.background import child
@@ -86,6 +91,47 @@ class Generated:
             return plain(*args, **kwargs)
 
         monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", counting)
+
+
+class Keys:
+    """What both processes look for in Inductor's cache, and how the training's keys differ where code is not found."""
+
+    def __init__(self, monkeypatch) -> None:
+        monkeypatch.setenv("TORCH_LOGS", "+torch._inductor.codecache")  # the other process reads it when it starts
+        self.looked: dict[str, list[str]] = {}
+        plain = codecache.FxGraphCache.load_with_key
+
+        def load_with_key(key, lines, *args, **kwargs):
+            self.looked[key] = [part for line in lines for part in line.splitlines()]
+            return plain(key, lines, *args, **kwargs)
+
+        monkeypatch.setattr(codecache.FxGraphCache, "load_with_key", staticmethod(load_with_key))
+
+    def differences(self) -> list[str]:
+        """Of each key that the other process does not know, from the one that is most like it."""
+        logs = Path(tempfile.gettempdir()).glob("tunecompile-background-*/log")
+        known = details_in(max(logs, key=lambda log: log.stat().st_mtime).read_text("utf-8"))
+        found = []
+        for key, lines in self.looked.items():
+            if key not in known:
+                changes = [[*difflib.unified_diff(each, lines, n=0, lineterm="")] for each in known.values()]
+                found += min(changes, key=len, default=[key])
+        return [line[:500] for line in found]
+
+
+def details_in(log: str) -> dict[str, list[str]]:
+    """What keys were made of, as torch logs it."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in log.splitlines():
+        told = re.sub(r"^[VIWE]\d{4} .*?\] (\[\d+/\d+\] )?", "", line)
+        if key := re.match(r"FX graph cache hash details for key (\w+):", told):
+            lines = found.setdefault(key[1], [])
+        elif told.startswith("fx graph cache"):
+            lines = []
+        else:
+            lines.append(told)
+    return found
 
 
 def warming(model: nn.Module, monkeypatch, **options) -> Later:

@@ -33,36 +33,36 @@ def others_of(lower: Lowering, partition: Partitioner, graphs: Sequence[Graph]) 
     return foreign_modules(graphs), (passes, lower.uuid(), partition.uuid(), about, providers_now())
 
 
-class KnownLowering(CustomGraphPass):
-    """The passes of another process on a final graph, under the name that they have there."""
+class Named:
+    """What stands in the place of something of another process, under the name that it has there."""
 
-    def __init__(self, passes: Sequence[Pass], uuid: str, context: Context) -> None:
-        self.passes, self.name, self.context = passes, uuid, context
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def uuid(self) -> str:
+        """Torch's caches know it by this."""
         return self.name
+
+    def __reduce__(self) -> tuple:
+        return str, (self.name,)
+
+
+class KnownLowering(Named, CustomGraphPass):
+    """The passes of another process on a final graph."""
+
+    def __init__(self, passes: Sequence[Pass], uuid: str, context: Context) -> None:
+        super().__init__(uuid)
+        self.passes, self.context = passes, context
 
     def __call__(self, graph: Graph) -> None:
         run_stage(self.passes, "lower", graph, self.context)
 
-    def __reduce__(self) -> tuple:
-        return str, (self.name,)
 
-
-class KnownPartitioner(CustomPartitionerFn):
+class KnownPartitioner(Named, CustomPartitionerFn):
     """In the place of the one that has cut the graphs in another process."""
-
-    def __init__(self, uuid: str) -> None:
-        self.name = uuid
-
-    def uuid(self) -> str:
-        return self.name
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("these graphs are cut already")
-
-    def __reduce__(self) -> tuple:
-        return str, (self.name,)
 
 
 @dataclass(frozen=True)
