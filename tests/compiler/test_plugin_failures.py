@@ -16,6 +16,7 @@ from tests.support import zoo
 from tests.support.notes import find, has, logged
 from tests.support.plugins import TwoLinears, trained_as_before
 from tunecompile import passes
+from tunecompile.compiler.backend import without_packages
 from tunecompile.compiler.pass_manager import Pass
 from tunecompile.compiler.plugin_sandbox import GraphBackup, InvalidGraph
 
@@ -249,3 +250,30 @@ PASSES = Pass("scale", "lower", scale)
     found = tunecompile.verify(model, {"x": torch.randn(4, 8)})
     assert not found.passed and [fault["rewrite"] for fault in found.faults] == ["scale"]
     assert tunecompile.verify(model, {"x": torch.randn(4, 8)}).passed
+
+
+@pytest.mark.parametrize("bad, off", [("a", "a"), ("b", "b"), ("ab", "ab"), ("", None), ("never", None)])
+def test_passes_whose_graph_fails_late(bad, off):
+    """One is at fault, or two together, or none. Catches one that stays off without need, and two that are not tried."""
+
+    class Package:
+        def __init__(self):
+            self.failed = {}
+
+        def describe_failure(self, name):
+            return f"{name} failed"
+
+    guests = [Pass(name, "lower", print, package=Package()) for name in "ab"]
+    passes = [Pass("ours", "lower", print), *guests]
+    tried = []
+
+    def attempt():
+        tried.append({each.name for each in guests if each.package.failed})
+        if bad and set(bad) <= tried[-1]:
+            return "code"
+        raise RuntimeError("no code")
+
+    made = without_packages("layers", passes, RuntimeError("no code"), attempt)
+    assert made == ("code" if off else None)
+    assert {each.name for each in guests if each.package.failed} == set(off or "")
+    assert tried == [{"a"}, {"b"}, {"a", "b"}][: len(tried)]

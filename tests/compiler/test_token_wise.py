@@ -9,11 +9,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from tunecompile._torch.dynamo import mark_dynamic
 from tunecompile._torch.fake_tensors import copied
+from tunecompile.compiler.attention_calls.found import AttentionArguments
 from tunecompile.compiler.token_wise.graph import (
     _inputs,
     _number_of_tokens,
     hands_on,
     is_told_of_images,
+    not_by_documents,
     why_not_token_wise,
 )
 from tunecompile.compiler.token_wise.operations import TOKENS
@@ -415,3 +417,19 @@ def test_sizes_that_are_no_tokens_stay():
     twice.meta["example_value"] = next(iter(gm.graph.nodes)).meta["example_value"].new_empty(2 * symbols[9], 3)
     shapes = [tuple(made.shape) for made in _inputs(gm, symbols[9])]
     assert shapes == [(1, TOKENS, 3), (7,), (2, TOKENS), (2 * TOKENS, 3)]
+
+
+@pytest.mark.parametrize(
+    "shapes, alone",
+    [
+        ([(1, 2, 6, 4)] * 3, True),
+        ([(1, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4)], False),
+        ([(1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 3, 6, 4)], False),
+        ([(1, 2, 6, 4), (2, 2, 6, 4), (2, 2, 6, 4)], False),
+    ],
+)
+def test_documents_are_rows_of_four_dimensions(shapes, alone):
+    """Of one row. Catches a call whose heads would be read as tokens."""
+    q, k, v = map(torch.zeros, shapes)
+    call = AttentionArguments(q, k, v)
+    assert (not_by_documents(call) is None) is alone

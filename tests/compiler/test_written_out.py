@@ -184,6 +184,7 @@ PRODUCTS = {
     "summed over heads": lambda q, k, v: torch.einsum("bhqd,bhkd->bqk", q, k).softmax(-1)[:, None] @ v,
     "a letter twice": lambda q, k, v: torch.einsum("bhqd,bhdd->bhq", q, k)[..., None].softmax(-1) @ v[:, :, :1],
     "of three": lambda q, k, v: torch.einsum("bhqd,bhkd,bhkd->bhqk", q, k, k).softmax(-1) @ v,
+    "of three, scores among them": lambda q, k, v: torch.einsum("bhqd,bhkd,bhqk->bhqk", q, k, (q @ k.mT).exp()).softmax(-1) @ v,
     "width stays": lambda q, k, v: torch.einsum("bhqd,bhkd->bhqd", q, k).softmax(-1) @ v,
     "scores are read elsewhere": lambda q, k, v: (lambda s: s.softmax(-1) @ v + s.sum())(torch.einsum("bhqd,bhkd->bhqk", q, k)),
     "values of other heads": lambda q, k, v: torch.einsum("bhqk,gbkd->bhqd", (q @ k.mT).softmax(-1), v),
