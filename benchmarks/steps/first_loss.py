@@ -14,15 +14,17 @@ import argparse
 import contextlib
 import cProfile
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
@@ -51,6 +53,22 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@dataclass
+class Steps:
+    """What was seen of each step."""
+
+    first_losses: list[float] = field(default_factory=list)  #: seconds until its loss was there
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    waited: list[bool] = field(default_factory=list)  #: whether a region had no code behind it
+    watch: Stopwatch = field(default_factory=Stopwatch)  #: of the first forward
+
+    @property
+    def settled(self) -> int:
+        """How many were done when all regions had their code."""
+        return len(self.waited) - self.waited[::-1].index(True) + 1 if True in self.waited else 0
+
+
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """The row of one kind, in this process."""
     import tunecompile
@@ -59,64 +77,73 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     model = load_model(loop_job(given, shapes=tuple(given.shapes.split(",")), steps=given.steps)).train()
     torch.ones(1, device=DEVICE).sum().item()  # the GPU's context is not compilation
     if given.child != "eager":
-        begin = time.perf_counter()
         tunecompile.optimize(model, warmup="background" if given.child == "background" else None)
-        print(f"optimize took {time.perf_counter() - begin:.2f} s", flush=True)
-    losses, seconds, firsts, waited, watch = [], [], [], [], Stopwatch()
-    shapes = [tuple(map(int, shape.split("x"))) for shape in given.shapes.split(",")]
-    vocabulary = model.config.get_text_config().vocab_size
-    until = time.monotonic() + PATIENCE
-    while len(seconds) < given.steps or (True in waited[-LAST - 1 :] and time.monotonic() < until):
-        torch.manual_seed(len(seconds))
-        ids = torch.randint(vocabulary, shapes[len(seconds) % len(shapes)], device=DEVICE)
-        begin = time.perf_counter()
-        with contextlib.ExitStack() as around:
-            if given.child != "eager" and not seconds:
-                around.enter_context(watch.running())
-            if given.profile and not seconds:
-                profile = around.enter_context(cProfile.Profile())
-            if DEVICE == "cuda":
-                around.enter_context(torch.autocast(DEVICE, torch.bfloat16))
-            loss = model(input_ids=ids, labels=ids).loss
-            losses.append(loss.item())
-        if given.profile and not seconds:
-            profile.dump_stats(given.profile)
-        firsts.append(time.perf_counter() - begin)
-        loss.backward()
+
+    def waits() -> bool:
+        return given.child == "background" and "waits-for-code" in {
+            each.code for each in tunecompile.report(model).notes
+        }
+
+    steps, until = Steps(), time.monotonic() + PATIENCE
+    while len(steps.seconds) < given.steps or (True in steps.waited[-LAST - 1 :] and time.monotonic() < until):
+        train(model, given, steps)
+        steps.waited.append(waits())
+    row = row_of(given, steps)
+    if given.child == "background":
+        row["changed_over"] = {each.name: each.changed_over for each in tunecompile.report(model).regions}
+    return row
+
+
+def train(model: nn.Module, given: argparse.Namespace, steps: Steps) -> None:
+    """One more step, of the next shape."""
+    number, shapes = len(steps.seconds), given.shapes.split(",")
+    shape = tuple(map(int, shapes[number % len(shapes)].split("x")))
+    torch.manual_seed(number)
+    ids = torch.randint(model.config.get_text_config().vocab_size, shape, device=DEVICE)
+    begin = time.perf_counter()
+    with contextlib.ExitStack() as around:
+        if given.child != "eager" and not number:
+            around.enter_context(steps.watch.running())
+        if given.profile and not number:
+            profile = around.enter_context(cProfile.Profile())
+            around.callback(lambda: profile.dump_stats(given.profile))
         if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-        waited.append(given.child == "background" and "waits-for-code" in _kinds(tunecompile.report(model)))
-    settled = len(waited) - waited[::-1].index(True) if True in waited else 0
-    last = [1e3 * each for each in seconds[-LAST:]]
+            around.enter_context(torch.autocast(DEVICE, torch.bfloat16))
+        loss = model(input_ids=ids, labels=ids).loss
+        steps.losses.append(loss.item())
+        steps.first_losses.append(time.perf_counter() - begin)
+    loss.backward()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    steps.seconds.append(time.perf_counter() - begin)
+
+
+def row_of(given: argparse.Namespace, steps: Steps) -> dict[str, Any]:
+    """The row of a file of results."""
+    seconds, last = steps.seconds, [1e3 * each for each in steps.seconds[-LAST:]]
     row = {
         "system": "hf" if given.child == "eager" else "tunecompile",
         "kind": given.child,
-        "status": "ok" if not waited[-1] else f"no code after {PATIENCE} s",
-        "first_loss_s": round(firsts[0], 3),
+        "status": f"no code after {PATIENCE} s" if steps.waited[-1] else "ok",
+        "first_loss_s": round(steps.first_losses[0], 3),
         "first_step_s": round(seconds[0], 3),
         "steps": len(seconds),
         "steps_s": [round(each, 4) for each in seconds],
         "all_s": round(sum(seconds[: given.steps]), 3),
-        "step_ms": {"median": statistics.median(last), "min": min(last), "max": max(last)},
-        "losses": [round(each, 5) for each in losses],
-        "phases": watch.taken(),  # of the first forward
+        "step_ms": {"median": median(last), "min": min(last), "max": max(last)},
+        "losses": [round(each, 5) for each in steps.losses],
+        "phases": steps.watch.taken(),
     }
     if given.child == "background":
-        waiting = [each for each, still in zip(seconds[1:], waited) if still]
+        waiting = [1e3 * each for each, still in zip(seconds[1:], steps.waited) if still]
         row |= {
-            "settled_step": settled + 1,
-            "settled_s": round(sum(seconds[: settled + 1]), 3),
-            "waiting_ms": round(1e3 * statistics.median(waiting), 2) if waiting else None,
-            "changed_over": {each.name: each.changed_over for each in tunecompile.report(model).regions},
+            "settled_step": steps.settled,
+            "settled_s": round(sum(seconds[: steps.settled]), 3),
+            "waiting_ms": round(median(waiting), 2) if waiting else None,
         }
     if DEVICE == "cuda":
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
     return row
-
-
-def _kinds(report: Any) -> set[str]:
-    return {each.code for each in report.notes}
 
 
 def show(row: dict[str, Any]) -> None:
