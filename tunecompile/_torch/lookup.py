@@ -13,7 +13,7 @@ import inspect
 import logging
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "need",
     "notes",
     "patched",
+    "replaced",
     "warn",
     "why_off",
 ]
@@ -83,6 +84,22 @@ def exists(name: str) -> bool:
 def exist(*names: str, under: str = "") -> bool:
     """Whether torch has all of these. under: a prefix of all of them."""
     return all(exists(f"{under}.{name}" if under else name) for name in names)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, functions of a module or class of torch's are others, for the whole process.
+
+    Call it inside a compilation, where Dynamo's lock keeps other threads out.
+    """
+    before = {name: inspect.getattr_static(owner, name) for name in values}  # a static method as such
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def patched(config: Any, **settings: Any) -> contextlib.AbstractContextManager:

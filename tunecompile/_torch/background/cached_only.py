@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from tunecompile._torch.lookup import exist, need
+from tunecompile._torch.lookup import exist, need, replaced
 
 __all__ = ["NotCached", "cached_only", "can_look"]
 
@@ -34,10 +34,7 @@ class NotCached(BaseException):
 
 @contextlib.contextmanager
 def cached_only(but: Collection[str] | None) -> Iterator[list[str]]:
-    """Inside, Inductor raises `NotCached` where it would generate code that belongs in its cache.
-
-    Two functions of torch's are replaced for the process: call it inside a compilation, where Dynamo's lock keeps
-    others out.
+    """Inside, Inductor raises `NotCached` where it would generate code that belongs in its cache. (See `replaced`.)
 
     Args:
         but: keys whose code is generated all the same; None for all.
@@ -60,8 +57,8 @@ def cached_only(but: Collection[str] | None) -> Iterator[list[str]]:
         generated.extend(looked[-1:])
         return generate(*args, **kwargs)  # what is cached nowhere is of no use to another process either
 
-    compile_fx.fx_codegen_and_compile, cache.load_with_key = refuse, staticmethod(load_with_key)
-    try:
+    with (
+        replaced(compile_fx, fx_codegen_and_compile=refuse),
+        replaced(cache, load_with_key=staticmethod(load_with_key)),
+    ):
         yield generated
-    finally:
-        compile_fx.fx_codegen_and_compile, cache.load_with_key = generate, staticmethod(load)

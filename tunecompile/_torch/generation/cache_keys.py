@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from sympy import expand
 
-from tunecompile._torch.lookup import exist, need
+from tunecompile._torch.lookup import exist, need, replaced
 
 __all__ = ["storages_in_one_form"]
 
@@ -24,11 +24,7 @@ _METADATA = "torch._inductor.codecache.extract_tensor_metadata_for_cache_key"
 
 @contextlib.contextmanager
 def storages_in_one_form() -> Iterator[None]:
-    """Inside, keys have bytes of storages as sums of products.
-
-    A function of torch's is replaced for the process: call it inside a compilation, where Dynamo's lock keeps others
-    out.
-    """
+    """Inside, keys have bytes of storages as sums of products. (See `replaced`.)"""
     if not exist(_METADATA):
         yield
         return
@@ -39,11 +35,8 @@ def storages_in_one_form() -> Iterator[None]:
         size = found.storage_bytes
         return dataclasses.replace(found, storage_bytes=_expanded(size)) if isinstance(size, torch.SymInt) else found
 
-    setattr(sys.modules[module], name, in_one_form)
-    try:
+    with replaced(sys.modules[module], **{name: in_one_form}):
         yield
-    finally:
-        setattr(sys.modules[module], name, plain)
 
 
 def _expanded(size: torch.SymInt) -> str:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from tunecompile._torch.lookup import exist, lookup
+from tunecompile._torch.lookup import exist, lookup, replaced
 
 __all__ = ["META", "templates_fuse_products"]
 
@@ -19,7 +19,7 @@ def templates_fuse_products() -> Iterator[None]:
     """Inside, code that is generated for templates says that products may be fused into sums, as Inductor's own does.
 
     torch says nothing for launches of other kernels, and Triton changes its default (triton#11270). The method is
-    replaced for the process: call it inside a compilation, where Dynamo's lock keeps others out.
+    replaced for the process (see `replaced`).
     """
     code_of: Any = lookup(_WRAPPER_CODE)
     if not exist("define_user_defined_triton_kernel", "define_kernel", under=_WRAPPER_CODE):
@@ -41,8 +41,5 @@ def templates_fuse_products() -> Iterator[None]:
         finally:
             del code.define_kernel
 
-    code_of.define_user_defined_triton_kernel = define_with_fusion
-    try:
+    with replaced(code_of, define_user_defined_triton_kernel=define_with_fusion):
         yield
-    finally:
-        code_of.define_user_defined_triton_kernel = define

@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tunecompile._torch.lookup import exist, lookup
+from tunecompile._torch.lookup import exist, lookup, replaced
 
 __all__ = ["FAR", "LARGE", "LAUNCHES", "SMALL", "in_order"]
 
@@ -44,24 +44,23 @@ _CAN_KEEP = exist("torch._inductor.memory", _REORDER, f"{_REORDER}.methods")
 
 @contextlib.contextmanager
 def in_order() -> Iterator[None]:
-    """Inside, code is generated whose kernels run in the order of their graph.
-
-    Functions of torch are replaced for the process: call it inside a compilation, where Dynamo's lock keeps others out.
-    """
+    """Inside, code is generated whose kernels run in the order of their graph. (See `replaced`.)"""
     with contextlib.ExitStack() as stack:
         if _CAN_DIVIDE:
             group = _kernel.group_nodes_for_combo_kernels
-            stack.callback(setattr, _kernel, "group_nodes_for_combo_kernels", staticmethod(group))
-            _kernel.group_nodes_for_combo_kernels = staticmethod(functools.partial(_groups, group))
+            divided = staticmethod(functools.partial(_groups, group))
+            stack.enter_context(replaced(_kernel, group_nodes_for_combo_kernels=divided))
         if _CAN_PART:
             far = _scheduler.are_long_distant_nodes
-            stack.callback(setattr, _scheduler, "are_long_distant_nodes", far)
-            _scheduler.are_long_distant_nodes = lambda self, one, other: far(self, one, other) or _are_far(one, other)
+
+            def parted(self: Any, one: Any, other: Any) -> bool:
+                return far(self, one, other) or _are_far(one, other)
+
+            stack.enter_context(replaced(_scheduler, are_long_distant_nodes=parted))
         if _CAN_KEEP:
-            reorder = _memory.reorder_for_peak_memory
-            stack.callback(setattr, _memory, "reorder_for_peak_memory", reorder)
             # it is called all the same: later parts read what it notes of each kernel
-            _memory.reorder_for_peak_memory = functools.partial(reorder, methods=[])
+            in_place = functools.partial(_memory.reorder_for_peak_memory, methods=[])
+            stack.enter_context(replaced(_memory, reorder_for_peak_memory=in_place))
         yield
 
 
