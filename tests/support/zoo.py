@@ -156,6 +156,17 @@ NAMES: dict[str, tuple[str, dict]] = {
 NAMES["deepseek_v2"] = ("DeepseekV2", NAMES["deepseek_v3"][1])
 
 
+class Layer(nn.Module):
+    """A norm and a linear, and their sum with what they were given."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
 class Stack(nn.Module):
     """Layers of one kind, one after the other, and a scalar of what the last one gives."""
 

@@ -65,15 +65,7 @@ def test_what_is_left_alone(told):
 
 
 def test_layers_of_ones_own(told):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.linear = nn.RMSNorm(8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return x + self.linear(self.norm(x))
-
-    model = zoo.Stack(Layer, 3)
+    model = zoo.Stack(zoo.Layer, 3)
     optimizer(model)
     model.train()(torch.randn(2, 8)).backward()
     assert told() == ["Stack"] and tunecompile.report(model).matches

@@ -50,15 +50,6 @@ def test_a_note_is_not_written_at_every_step():
     assert [step for step, found in enumerate(written) if found] == [0, 100, 200]
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.RMSNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.linear(self.norm(x))
-
-
 def train(model: nn.Module, steps: int, change=lambda step, model: None) -> list[str]:
     watcher = tunecompile.watch(model.train())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -77,7 +68,7 @@ def train(model: nn.Module, steps: int, change=lambda step, model: None) -> list
 
 @pytest.mark.parametrize("optimize", [False, True])
 def test_a_sound_training_and_where_a_gradient_broke(optimize):
-    model = zoo.Stack(Layer, 3)
+    model = zoo.Stack(zoo.Layer, 3)
     if optimize:
         tunecompile.optimize(model, executor="eager")
     assert train(model, 24) == []
@@ -95,7 +86,7 @@ def test_a_sound_training_and_where_a_gradient_broke(optimize):
     assert codes(found[0].findings) and found[0].findings[0].subject == "layers.1.linear.weight"
 
 
-class Divides(Layer):
+class Divides(zoo.Layer):
     def __init__(self):
         super().__init__()
         self.register_buffer("scale", torch.ones(()))
@@ -125,7 +116,7 @@ def test_the_op_that_made_it(optimize):
 
 
 def test_a_weight_that_a_step_broke():
-    model = zoo.Stack(Layer, 2)
+    model = zoo.Stack(zoo.Layer, 2)
     watcher = tunecompile.watch(model)
 
     def spoil(step, model):

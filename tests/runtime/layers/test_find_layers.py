@@ -7,22 +7,14 @@ import torch
 from torch import nn
 
 import tunecompile
+from tests.support import zoo
 from tunecompile.runtime.layers.find_layers import find_layers, find_norms
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.RMSNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.linear(self.norm(x))
 
 
 class ByName(nn.Module):
     def __init__(self, names):
         super().__init__()
-        self.layers = nn.ModuleDict({name: Layer() for name in names})
+        self.layers = nn.ModuleDict({name: zoo.Layer() for name in names})
 
     def forward(self, x):
         for layer in self.layers.values():
