@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 import tunecompile
-from benchmarks._jobs import loop_job
+from benchmarks._jobs import add_loop_options, loop_job
 from tunecompile.cli.compare import data, loops, models
 from tunecompile.cli.compare.assemble import assemble
 from tunecompile.cli.compare.judge import Check
@@ -34,18 +34,15 @@ from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.spec import Job, parse_shape, resolve_systems
 from tunecompile.cli.compare.worker import compiler_report, guarded, measured, predicted
-from tunecompile.estimate.known_shapes import SHAPES
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
+    add_loop_options(parser)
     parser.add_argument("--shape", default="4x2048")
     parser.add_argument("--budgets", required=True, help="such as 8GiB,9.5GiB,0.9")
     parser.add_argument("--peers", default="", help="systems of end_to_end.py")
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps, after {WARMUP} that are not")
-    parser.add_argument("--layers", type=int, help="so many layers only")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 

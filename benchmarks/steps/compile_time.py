@@ -29,6 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
+from benchmarks._jobs import DEVICE, add_loop_options, loop_job
 from benchmarks._results import print_row, printed_rows, write
 
 #: phases in the order in which a kind of layer goes through them, and the functions that each is the time of
@@ -129,12 +130,8 @@ class Stopwatch:
 
 
 def parse_arguments() -> argparse.Namespace:
-    from tunecompile.estimate.known_shapes import SHAPES
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
-    parser.add_argument("--layers", type=int)
+    add_loop_options(parser)
     parser.add_argument("--shapes", default="4x2048", help="a step of each in turn; the first one's is the first step")
     parser.add_argument("--memory", help="a budget, as optimize takes it")
     parser.add_argument("--executor", choices=("inductor", "eager"), default="inductor")
@@ -149,24 +146,10 @@ def parse_arguments() -> argparse.Namespace:
 def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each shape, in this process."""
     import tunecompile
-    from tunecompile.cli.compare.models import load_model
-    from tunecompile.cli.compare.spec import Job
+    from tunecompile.cli.compare.models import load_model, precision
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = "bfloat16" if device == "cuda" else "float32"
     shapes = [tuple(map(int, shape.split("x"))) for shape in given.shapes.split(",")]
-    job = Job(
-        system="tunecompile",
-        model=given.model,
-        mode=given.mode,
-        trainer="loop",
-        shapes=tuple(given.shapes.split(",")),
-        lr=1e-4,
-        steps=1,
-        device=device,
-        dtype=dtype,
-        layers=given.layers,
-    )
+    job = loop_job(given, system="tunecompile", shapes=tuple(given.shapes.split(",")), steps=1)
     model = load_model(job)
     model = tunecompile.optimize(model, executor=given.executor, memory=given.memory).train()
     if given.ready:
@@ -176,15 +159,15 @@ def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     vocabulary, watch = model.config.get_text_config().vocab_size, Stopwatch()
 
     def step(shape: tuple[int, ...]) -> float:
-        ids = torch.randint(vocabulary, shape, device=device)
+        ids = torch.randint(vocabulary, shape, device=DEVICE)
         begin = time.perf_counter()
-        with torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext():
+        with precision(job):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         loss.item()
         return time.perf_counter() - begin
 
-    torch.ones(1, device=device).sum().item()  # the GPU's context is not compilation
+    torch.ones(1, device=DEVICE).sum().item()  # the GPU's context is not compilation
     for place, shape in enumerate(shapes):
         watch.collecting = 0.0
         profile = cProfile.Profile() if given.profile and place == 0 else None

@@ -27,26 +27,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._jobs import loop_job
+from benchmarks._jobs import add_loop_options, loop_job
 from benchmarks._results import write
 from tunecompile.cli.compare.judge import passed
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.spec import Job, resolve_systems
-from tunecompile.estimate.known_shapes import SHAPES
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
+    add_loop_options(parser)
     parser.add_argument("--shapes", default="4x2048")
     parser.add_argument("--systems", default="hf,compile,liger,unsloth-no-checkpoint,unsloth,tunecompile")
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps, after {WARMUP} that are not")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seconds", type=float, help="that all of it may take")
-    parser.add_argument("--layers", type=int)
     parser.add_argument("--rank", type=int, default=Job.rank, help="of adapters")
     parser.add_argument("--no-experts", action="store_true", help="no adapters on stacks of experts' weights")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))

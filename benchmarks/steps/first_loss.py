@@ -28,9 +28,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._jobs import DEVICE, loop_job
+from benchmarks._jobs import DEVICE, add_loop_options, loop_job
 from benchmarks._results import print_row, printed_rows, write
 from benchmarks.steps.compile_time import Stopwatch
+from tunecompile.cli.compare.spec import Job
 
 KINDS = ("eager", "cold", "warm", "background")
 LAST = 5  #: steps that say how long one takes in the end
@@ -38,12 +39,8 @@ PATIENCE = 300  #: seconds in which regions get their code
 
 
 def parse_arguments() -> argparse.Namespace:
-    from tunecompile.estimate.known_shapes import SHAPES
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
-    parser.add_argument("--layers", type=int)
+    add_loop_options(parser)
     parser.add_argument("--shapes", default="4x2048", help="steps have them in turn")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}; warm after cold")
@@ -74,7 +71,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     import tunecompile
     from tunecompile.cli.compare.models import load_model
 
-    model = load_model(loop_job(given, shapes=tuple(given.shapes.split(",")), steps=given.steps)).train()
+    job = loop_job(given, shapes=tuple(given.shapes.split(",")), steps=given.steps)
+    model = load_model(job).train()
     torch.ones(1, device=DEVICE).sum().item()  # the GPU's context is not compilation
     if given.child != "eager":
         tunecompile.optimize(model, warmup="background" if given.child == "background" else None)
@@ -86,7 +84,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     steps, until = Steps(), time.monotonic() + PATIENCE
     while len(steps.seconds) < given.steps or (True in steps.waited[-LAST - 1 :] and time.monotonic() < until):
-        train(model, given, steps)
+        train(model, job, given, steps)
         steps.waited.append(waits())
     row = row_of(given, steps)
     if given.child == "background":
@@ -94,10 +92,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def train(model: nn.Module, given: argparse.Namespace, steps: Steps) -> None:
+def train(model: nn.Module, job: Job, given: argparse.Namespace, steps: Steps) -> None:
     """One more step, of the next shape."""
-    number, shapes = len(steps.seconds), given.shapes.split(",")
-    shape = tuple(map(int, shapes[number % len(shapes)].split("x")))
+    from tunecompile.cli.compare.models import precision
+
+    number = len(steps.seconds)
+    shape = tuple(map(int, job.shapes[number % len(job.shapes)].split("x")))
     torch.manual_seed(number)
     ids = torch.randint(model.config.get_text_config().vocab_size, shape, device=DEVICE)
     begin = time.perf_counter()
@@ -107,8 +107,7 @@ def train(model: nn.Module, given: argparse.Namespace, steps: Steps) -> None:
         if given.profile and not number:
             profile = around.enter_context(cProfile.Profile())
             around.callback(lambda: profile.dump_stats(given.profile))
-        if DEVICE == "cuda":
-            around.enter_context(torch.autocast(DEVICE, torch.bfloat16))
+        around.enter_context(precision(job))
         loss = model(input_ids=ids, labels=ids).loss
         steps.losses.append(loss.item())
         steps.first_losses.append(time.perf_counter() - begin)

@@ -24,7 +24,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 import tunecompile
-from benchmarks._jobs import DEVICE, loop_job
+from benchmarks._jobs import DEVICE, add_loop_options, loop_job
 from benchmarks._results import write
 from tunecompile.cli.compare.data import random_batches
 from tunecompile.cli.compare.loops import to_device
@@ -32,7 +32,6 @@ from tunecompile.cli.compare.machine import header
 from tunecompile.cli.compare.meters import GIB, memory_figures, reset_memory
 from tunecompile.cli.compare.models import load_model, precision
 from tunecompile.cli.compare.spec import parse_shape
-from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.planner.device_memory import HostGauge, budget_bytes
 
 GROWTH = 1.08  #: of a row that fitted, for the next one
@@ -42,9 +41,7 @@ STEP = 1024  #: tokens
 
 def parse_arguments(end: int = 1 << 20) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
-    parser.add_argument("--layers", type=int, help="so many layers only")
+    add_loop_options(parser)
     parser.add_argument("--within", default="24GiB", help="what the process may take of the device")
     parser.add_argument("--memory", help="the budget that is planned for; what the process may take, if not given")
     parser.add_argument(

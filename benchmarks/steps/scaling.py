@@ -19,14 +19,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._jobs import loop_job
+from benchmarks._jobs import add_loop_options, loop_job
 from benchmarks.steps.end_to_end import show
 from tunecompile.cli.compare.judge import passed
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.spec import PARALLEL, resolve_systems
-from tunecompile.estimate.known_shapes import SHAPES
 
 
 def engines(text: str) -> list[str]:
@@ -38,14 +37,12 @@ def engines(text: str) -> list[str]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
+    add_loop_options(parser)
     parser.add_argument("--shape", default="4x2048", help="of each GPU's batch")
     parser.add_argument("--gpus", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2])
     parser.add_argument("--parallel", type=engines, default=["ddp"], help="on several: " + ", ".join(PARALLEL))
     parser.add_argument("--systems", default="hf,tunecompile")
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after {WARMUP} that are not")
-    parser.add_argument("--layers", type=int)
     parser.add_argument(
         "--check", action="store_true", help="losses and gradients of two such layers, on one GPU, against fp32"
     )
