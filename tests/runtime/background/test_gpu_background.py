@@ -31,13 +31,13 @@ def batch(rows: int = 2, length: int = 256, seed: int = 1) -> dict:
 
 
 def same(model, reference, inputs, autocast, usual: float = 2e-2) -> None:
-    """Within bf16's noise. usual: error of a gradient, in the median."""
+    """Within bf16's noise. usual: error of a gradient, in the median; of the worst one it is ten times as large."""
     loss, ours = zoo.step(model, inputs, autocast)
     expected, theirs = zoo.step(reference, inputs, autocast)
     assert loss.item() == pytest.approx(expected.item(), rel=5e-3)
     errors = sorted(zoo.errors(ours, theirs, 0.01).values())
     assert errors[len(errors) // 2] < usual
-    assert errors[-1] < 2e-1
+    assert errors[-1] < 10 * usual
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,8 @@ def test_changing_over(family, mode, autocast, usual, monkeypatch):
     assert taken < LARGEST
     same(model, reference, batch(seed=seed), autocast, usual)
     same(model, reference, batch(3, 200, seed=seed), autocast, usual)
-    assert made.graphs == 0, keys.differences()
+    if made.graphs:
+        pytest.fail("\n".join(keys.differences()))
     assert counters["inductor"]["fxgraph_cache_hit"] >= 4
     assert not find(model, *EAGER, "not-from-background", "compiled-at-once"), tunecompile.report(model)
 

@@ -1,7 +1,9 @@
-"""Keys of Inductor's cache that are equal for equal graphs, whichever way their values were made.
+"""Keys of Inductor's cache that are equal for equal graphs, wherever in memory their inputs lie.
 
-A saved tensor's key tells the bytes of its storage. Where two sizes are symbols, a tensor from an op has `a*b*c` bytes,
-and one that torch's cache of fake results (or another process) made from its strides has `a*b*(c - 1) + a*b`.
+Of weights and of what a forward saves, a key tells the bytes of the storage, and where in it the tensor begins. Code
+depends on neither, but for whether it begins aligned. Yet weights move into one matrix at the first step
+(tunecompile/runtime/memory/weight_move.py). And where two sizes are symbols, a tensor from an op has `a*b*c` bytes, and
+one that torch's cache of fake results (or another process) made from its strides has `a*b*(c - 1) + a*b`.
 """
 
 from __future__ import annotations
@@ -17,27 +19,31 @@ from sympy import expand
 
 from tunecompile._torch.lookup import exist, need, replaced
 
-__all__ = ["storages_in_one_form"]
+__all__ = ["keys_without_storages"]
 
 _METADATA = "torch._inductor.codecache.extract_tensor_metadata_for_cache_key"
+ALIGNMENT = 64  #: bytes, of any device that Inductor generates code for
 
 
 @contextlib.contextmanager
-def storages_in_one_form() -> Iterator[None]:
-    """Inside, keys have bytes of storages as sums of products. (See `replaced`.)"""
+def keys_without_storages() -> Iterator[None]:
+    """Inside, keys tell of a tensor's storage only how the tensor is aligned in it. (See `replaced`.)"""
     if not exist(_METADATA):
         yield
         return
     plain, (module, _, name) = need(_METADATA), _METADATA.rpartition(".")
 
-    def in_one_form(value: torch.Tensor) -> Any:
+    def without_storage(value: torch.Tensor) -> Any:
         found = plain(value)
-        size = found.storage_bytes
-        return dataclasses.replace(found, storage_bytes=_expanded(size)) if isinstance(size, torch.SymInt) else found
+        return dataclasses.replace(found, storage_offset=_begin(found), storage_bytes=None)
 
-    with replaced(sys.modules[module], **{name: in_one_form}):
+    with replaced(sys.modules[module], **{name: without_storage}):
         yield
 
 
-def _expanded(size: torch.SymInt) -> str:
-    return str(expand(size.node.expr))
+def _begin(found: Any) -> int | str:
+    """How many values after an aligned one a tensor begins."""
+    begin = found.storage_offset
+    if isinstance(begin, torch.SymInt):
+        return str(expand(begin.node.expr))
+    return begin % max(1, ALIGNMENT // found.dtype.itemsize)
