@@ -128,6 +128,34 @@ def test_no_recording_is_replayed_while_a_later_one_is_needed():
     assert graph.pool.in_order(first)
 
 
+@pytest.mark.parametrize(
+    "lengths, total, allowance, shapes",
+    [
+        ([4, 5, 6, 7, 8, 9, 4, 5, 6, 7, 8, 9], 4_000, None, 0),
+        ([4, 5, 6, 7, 8, 9, 4, 5, 6, 7, 8, 9], 40_000, None, 5),
+        ([4, 5, 6, 7, 8, 9, 4, 5, 6, 7, 8, 9], 4_000, Allowance(10_000, 100, 8, True), 5),
+        ([4, 5, 4, 5, 4, 5], 4_000, None, 2),
+        ([4, 4, 4, 4], 4_000, None, 1),
+    ],
+)
+def test_what_saves_much_is_recorded_where_most_calls_are_of_its_shape(lengths, total, allowance, shapes):
+    """Each other call would need as much beside. What is handed on, or is an input, is not saved. (The first size of all is known a
+    pass later.)"""
+    recorder = CpuRecorder()
+    recorder.total = total
+    replays, weights = replay.GraphReplays(recorder), [torch.ones(3) for _ in range(8)]
+    replays.allowance = allowance
+    graph = replays.forward(
+        lambda inputs: [inputs[0] * inputs[1], inputs[1] + 1, inputs[1] + 2, inputs[0]], handed=1, parameters=[0]
+    )
+    for length in lengths:
+        for weight in weights:
+            graph([weight, torch.ones(length, 3), length])
+        replays.passes += 1
+    assert len(graph.pool.shapes) == shapes
+    assert all(clock.saved == 2 * 4 * 3 * length for (length,), clock in graph.clocks.items())
+
+
 def test_copies_of_all_sizes_and_dtypes():
     """Small ones of a dtype are joined, a large one has a launch of its own."""
     torch.manual_seed(0)

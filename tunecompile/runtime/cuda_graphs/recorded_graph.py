@@ -14,7 +14,7 @@ from tunecompile.runtime.cuda_graphs import launch_bound
 from tunecompile.runtime.cuda_graphs.allowance import Allowance
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock, HostTime
 from tunecompile.runtime.cuda_graphs.pool import MAX_TRIES, Holder, RecordingPool
-from tunecompile.runtime.cuda_graphs.recording import LayerInputs, Recording, ShapeSlot, device_of, identity
+from tunecompile.runtime.cuda_graphs.recording import LayerInputs, Recording, ShapeSlot, device_of, identity, storages
 
 Run = Callable[[list], Sequence[Any]]
 
@@ -23,6 +23,9 @@ COMES_AGAIN = 2  #: the call of a layer under one shape that may be recorded: a 
 #: shapes recorded for one compiled graph; further ones run unrecorded. Token counts are rounded to 128, so that these
 #: are all up to 2,048 tokens, where launches are waited for.
 MAX_SHAPES = 16
+#: of the device's memory that recordings of one shape save in, above which a layer's calls must be of that shape in half
+#: of the cases: calls of other shapes need as much memory beside. (DPO of an 8B: 16 GiB for one size of twenty.)
+LARGE = 0.125
 
 
 def recordable(inputs: Sequence[Any], kind: str) -> bool:
@@ -106,9 +109,9 @@ class Forward:
         place = self._place(shape, inputs)
         phase = self._phase(clock, place)
         if phase is Phase.TIMING:
-            return clock.time(self.run, inputs, device_of(inputs), self.shared.passes)
+            return self._timed(clock, inputs)
         recording = None
-        if phase is Phase.RECORDING and self._room(shape, inputs) and recordable(inputs, self.shared.recorder.device):
+        if phase is Phase.RECORDING and self._may_record(clock, shape, place, inputs):
             recording = self._record(shape, place, inputs)
         elif phase is Phase.REPLAYING:
             recording = self._replayable(place, inputs)
@@ -120,6 +123,12 @@ class Forward:
         self.shared.owners |= recording.owned
         outputs = recording.replay(inputs)
         inputs.clear()
+        return outputs
+
+    def _timed(self, clock: Clock, inputs: list) -> Sequence[Any]:
+        device, others = device_of(inputs), storages(inputs)
+        outputs = clock.time(self.run, inputs, device, self.shared.passes)
+        clock.saved = sum(size for at, size in storages(outputs[self.handed :]).items() if at not in others)
         return outputs
 
     def _phase(self, clock: Clock, place: ShapeSlot) -> Phase:
@@ -183,8 +192,19 @@ class Forward:
             place.seen += 1
         return place
 
-    def _room(self, shape: tuple, inputs: list) -> bool:
-        return (shape in self.pool.shapes or len(self.pool.shapes) < MAX_SHAPES) and self.shared.room(inputs)
+    def _may_record(self, clock: Clock, shape: tuple, place: ShapeSlot, inputs: list) -> bool:
+        return (
+            (shape in self.pool.shapes or len(self.pool.shapes) < MAX_SHAPES)
+            and (2 * place.seen >= place.layer.calls or not self._large(clock, device_of(inputs)))
+            and self.shared.room(inputs)
+            and recordable(inputs, self.shared.recorder.device)
+        )
+
+    def _large(self, clock: Clock, device: torch.device) -> bool:
+        """Whether recordings of all layers save much; under a budget its plan decides."""
+        if self.shared.allowance is not None:
+            return False
+        return clock.saved * len(self.layers) > LARGE * self.shared.recorder.memory(device)[1]
 
     def _record(self, shape: tuple, place: ShapeSlot, inputs: list) -> Recording | None:
         fixed = place.layer.fixed()

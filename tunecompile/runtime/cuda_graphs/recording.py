@@ -85,8 +85,7 @@ class Recording:
         return {self.outputs[i].data_ptr() for i in self.saved}
 
     def saved_bytes(self) -> int:
-        storages = [self.outputs[i].untyped_storage() for i in self.saved]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return sum(storages([self.outputs[i] for i in self.saved]).values())
 
     def addresses(self) -> set[int]:
         """Addresses that are the same at every replay."""
@@ -148,3 +147,9 @@ def identity(value: Tensor) -> Any:
 def device_of(inputs: Sequence[Any]) -> torch.device:
     """Where a graph's tensors lie."""
     return next((value.device for value in inputs if isinstance(value, Tensor)), torch.device("cpu"))
+
+
+def storages(values: Sequence[Any]) -> dict[int, int]:
+    """Bytes by address of the memory that tensors are in."""
+    held = [value.untyped_storage() for value in values if isinstance(value, Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in held}
