@@ -23,8 +23,8 @@ COMES_AGAIN = 2  #: the call of a layer under one shape that may be recorded: a 
 #: shapes recorded for one compiled graph; further ones run unrecorded. Token counts are rounded to 128, so that these
 #: are all up to 2,048 tokens, where launches are waited for.
 MAX_SHAPES = 16
-#: of the device's memory that recordings of one shape save in, above which a layer's calls must be of that shape in half
-#: of the cases: calls of other shapes need as much memory beside. (DPO of an 8B: 16 GiB for one size of twenty.)
+#: of the device's memory that recordings of one shape save in, above which half of a layer's calls must be of that
+#: shape: calls of other shapes need as much memory beside. (DPO of an 8B: 16 GiB for one size of twenty.)
 LARGE = 0.125
 
 
