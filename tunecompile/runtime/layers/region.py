@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile.compiler.backend import Backend, CompiledAs, Executor
-from tunecompile.compiler.background.process import BackgroundCompiler
 from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.integrations.kernel_functions import TokenLoops
@@ -82,7 +81,7 @@ class Region:
 
     def variant(self, plan: Plan, kind: CallKind) -> Variant:
         """The variant for a plan and a kind of call."""
-        return self._variant(plan, kind, self.name + _suffix(plan), lambda name: self._backend(name, plan))
+        return self._variant(plan, kind, self.name + _suffix(plan), lambda name: self._training(name, plan))
 
     def surveyed(
         self, unplanned: Plan, kind: CallKind, look: Callable[[JointGraph], Plan], run: Callable[[Variant], T]
@@ -91,7 +90,7 @@ class Region:
 
         unplanned: what it follows where `look` sees none.
         """
-        backend = self._backend(self.name, unplanned)
+        backend = self._training(self.name, unplanned)
         found = self._made(self.name, backend, kind, None)
 
         def plan(joint: JointGraph) -> Plan:
@@ -118,17 +117,16 @@ class Region:
         found.compiled_as.plan = backend.plan
         self.variants[(backend.plan, kind)] = found
 
-    def _backend(self, name: str, plan: Plan) -> Backend:
-        return Backend(
-            name,
-            self.passes,
-            self.executor,
-            plan,
-            self.replays,
-            self.precision,
-            self.kept,
-            background=self._compiler,
-        )
+    def _training(self, name: str, plan: Plan) -> Backend:
+        return self._backend(name, plan, replays=self.replays, kept=self.kept)
+
+    def _alone(self, name: str, plan: Plan) -> Backend:
+        """A backend of forwards: it records nothing, and takes no weights that belong to training steps."""
+        return self._backend(name, plan, backward=False)
+
+    def _backend(self, name: str, plan: Plan, **others: Any) -> Backend:
+        compiler = None if self.background is None else self.background.compiler
+        return Backend(name, self.passes, self.executor, plan, precision=self.precision, background=compiler, **others)
 
     def scoring(self, kind: CallKind, scaled_by_0: bool = False) -> Variant:
         """The variant of a forward without gradients: it saves nothing, so it has no plan and is not recorded.
@@ -142,18 +140,6 @@ class Region:
         """The variant of a forward with adapters that are scaled by 0, compiled as that of a training step is."""
         way = REFERENCE + _suffix(plan)
         return self._variant(way, kind, f"{self.name}_{way}", lambda name: self._alone(name, plan))
-
-    def _alone(self, name: str, plan: Plan) -> Backend:
-        """A backend of forwards: it records nothing, and takes no weights that belong to training steps."""
-        return Backend(
-            name,
-            self.passes,
-            self.executor,
-            plan,
-            precision=self.precision,
-            backward=False,
-            background=self._compiler,
-        )
 
     def _variant(self, way: Plan | str, kind: CallKind, name: str, make: Callable[[str], Backend]) -> Variant:
         key = (way, kind)
@@ -176,10 +162,6 @@ class Region:
         if self.background is not None:  # Dynamo keeps by name what it has learnt of sizes, also of other models'
             name += "_other_sizes" if kind.others else "_first_sizes"
         return Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread, waits)
-
-    @property
-    def _compiler(self) -> BackgroundCompiler | None:
-        return None if self.background is None else self.background.compiler
 
     def change_over(self, key: tuple[Plan | str, CallKind]) -> None:
         """The next call of this kind is compiled anew. A backward that is still to come runs what its forward did."""
