@@ -37,7 +37,7 @@ def make(kind: str, implementation: str) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("implementation", ["eager", "tunecompile"])
+@pytest.mark.parametrize("implementation", ["eager", pytest.param("tunecompile", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["GraniteSWA", pytest.param("GraniteMoeSWA", marks=pytest.mark.slow)])
 def test_sinks_that_scale(kind, implementation):
     """By the models' own code, and through the attention function that is called by its name."""

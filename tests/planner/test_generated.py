@@ -49,12 +49,16 @@ def off(shape, *plans):
     return [found for found in graphs(shape, *plans) if not 0.9 * found[2] <= found[3] <= 1.01 * found[2]]
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_delta_rule_that_is_recomputed():
     """Without `lower.kernel_operands` it takes 31% more; without `in_order` 24% (5% in torch 2.13); without both 64%;
     with a convolution whose gradient is padded behind its rows alone, 57% in torch 2.13."""
     assert off(HYBRID, "named") == []
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_dense_layers_that_are_recomputed():
     """Large results computed together from afar take 5% more of `all`, torch's own order 6% of `attention`, and small
     kernels joined wherever they stand 15% of `tiles`."""

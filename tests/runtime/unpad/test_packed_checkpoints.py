@@ -77,9 +77,9 @@ SLOW = pytest.mark.slow
         pytest.param("mamba2", wrapped, True, marks=SLOW),
         pytest.param("granite_hybrid", enabled, False, marks=SLOW),
         pytest.param("granite_hybrid", enabled, True, marks=SLOW),
-        ("granite_hybrid", called, False),
+        pytest.param("granite_hybrid", called, False, marks=SLOW),
         ("granite_hybrid", called, True),
-        ("granite_hybrid", wrapped, False),
+        pytest.param("granite_hybrid", wrapped, False, marks=SLOW),
         pytest.param("granite_hybrid", wrapped, True, marks=SLOW),
     ],
 )

@@ -50,7 +50,8 @@ def same(ours, plain, batch, **limits):
     assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **{**EXACT, **limits})
 
 
-@pytest.mark.parametrize("make", [qwen3_vl, pytest.param(qwen2_5_vl, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [qwen3_vl, qwen2_5_vl])
 def test_ten_sizes_of_images_are_few_shapes(make, shapes):
     """Ten numbers of patches and ten lengths of text: two of each come as they are, the others are of 64 or 128."""
     ours, plain = models(make)
@@ -71,6 +72,7 @@ def text_alone(seed=3, length=23):
     return {**made, "mm_token_type_ids": torch.zeros_like(made["input_ids"])}
 
 
+@pytest.mark.slow
 def test_batches_of_other_kinds_between(shapes):
     """Text alone, rows with padding, evaluation, generation, two forwards before a backward."""
     ours, plain = models()
@@ -90,6 +92,7 @@ def test_batches_of_other_kinds_between(shapes):
     assert has(ours, "sizes-rounded", subject="Text") and has(ours, "sizes-rounded", subject="Vision")
 
 
+@pytest.mark.slow
 def test_one_size_stays_as_it_is(shapes):
     ours, plain = models()
     for _ in range(5):

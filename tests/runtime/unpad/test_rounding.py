@@ -119,6 +119,7 @@ def test_launches_are_known_by_numbers_of_tokens(monkeypatch):
     assert made._pays((3, 25), 75) and not made._pays((4, 19), 76)
 
 
+@pytest.mark.slow
 def test_batches_of_other_kinds_between(shapes):
     """With padding, scored without gradients, evaluated, generated."""
     ours, plain = pair(lambda: zoo.make("llama"))
@@ -197,6 +198,7 @@ def test_attention_that_is_written_out(shapes):
     assert not has(ours, "sizes-rounded")
 
 
+@pytest.mark.slow
 def test_dropout_in_attention(shapes):
     ours, plain = pair(lambda: zoo.make("llama", attention_dropout=0.5))
     for length in LENGTHS[:5]:
@@ -362,6 +364,7 @@ def test_outputs_that_are_required(shapes):
     assert shapes.last(1) == [(2, 28, 64)]
 
 
+@pytest.mark.slow
 def test_dropout_elsewhere_is_that_of_the_row():
     """As where padding is removed: the same seed gives the same step, and other numbers than a batch of another shape."""
     ours, _ = pair(lambda: zoo.adapt(zoo.make("llama"), lora_dropout=0.5))
