@@ -109,8 +109,9 @@ class Keys:
 
     def differences(self) -> list[str]:
         """Of each key that the other process does not know, from the one that is most like it."""
-        logs = Path(tempfile.gettempdir()).glob("tunecompile-background-*/log")
-        known = details_in(max(logs, key=lambda log: log.stat().st_mtime).read_text("utf-8"))
+        folders = Path(tempfile.gettempdir()).glob("tunecompile-background-*")
+        logs = max(folders, key=lambda folder: folder.stat().st_mtime).glob("*.log")
+        known = {key: lines for log in logs for key, lines in details_in(log.read_text("utf-8")).items()}
         found = []
         for key, lines in self.looked.items():
             if key not in known:

@@ -41,7 +41,7 @@ def test_a_training_without_a_stall(monkeypatch):
     model, made = stack(), Generated(monkeypatch)
     reference = copy.deepcopy(model)
     tunecompile.optimize(model, warmup="background")
-    made_elsewhere = model._tunecompile.background.compiler._process
+    made_elsewhere = model._tunecompile.background.compiler._processes[0]
     steps = trained(model, reference)
     assert steps > 1
     assert (made.graphs, counters["inductor"]["fxgraph_cache_hit"]) == (0, 2)
@@ -59,8 +59,8 @@ def test_a_process_that_dies(monkeypatch):
     tunecompile.optimize(model, warmup="background")
     compiler = model._tunecompile.background.compiler
     assert_close(step(model, batch()), step(reference, batch()))
-    compiler._process.kill()
-    compiler._process.wait()
+    compiler._processes[0].kill()
+    compiler._processes[0].wait()
     assert trained(model, reference) == 1
     assert made.graphs == 2
     assert has(model, "not-from-background", detail="its process ended")
@@ -70,17 +70,48 @@ def test_orders_of_a_process_that_died_do_not_wait_for_the_next_one():
     """Another layer may order code between a process's end and the next step."""
     compiler = process.BackgroundCompiler()
     first = compiler.order("first", b"no order")
-    compiler._process.kill()
-    compiler._process.wait()
+    compiler._processes[0].kill()
+    compiler._processes[0].wait()
     second = compiler.order("second", b"no order")
     assert "its process ended" in first.answer.error
     assert second.answer is None
-    until = time.monotonic() + PATIENCE
-    while second.answer is None and time.monotonic() < until:
-        compiler.look()
-        time.sleep(0.1)
+    answered(compiler, [second])
     assert second.answer.error
     compiler.close()
+
+
+def answered(compiler, jobs) -> None:
+    """Wait until these are over."""
+    until = time.monotonic() + PATIENCE
+    while any(job.answer is None for job in jobs) and time.monotonic() < until:
+        compiler.look()
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_several_processes_share_orders():
+    """Each has one before any has two. Catches one that does all, and one that waits for nothing."""
+    compiler = process.BackgroundCompiler()
+    compiler.most = 2
+    compiler.start()
+    first = compiler._processes[0]
+    jobs = [compiler.order(str(number), b"no order") for number in range(4)]
+    assert [job.process is first for job in jobs] == [True, False, True, False]
+    assert len(compiler._processes) == 2
+    compiler._processes[1].kill()
+    compiler._processes[1].wait()
+    answered(compiler, jobs)
+    assert ["its process ended" in job.answer.error for job in jobs] == [False, True, False, True]
+    assert compiler.order("4", b"no order").process is first, "it has nothing else to do"
+    ours = list(compiler._processes)
+    compiler.close()
+    assert all(each.poll() is not None for each in ours)
+
+
+@pytest.mark.parametrize("cores, most", [(1, 1), (2, 1), (7, 1), (8, 2), (16, 3), (64, 3)])
+def test_each_process_has_cores(monkeypatch, cores, most):
+    monkeypatch.setattr(process, "cores", lambda: cores)
+    assert process.BackgroundCompiler().most == most
 
 
 def test_a_process_that_cannot_be_started(monkeypatch):
@@ -94,6 +125,7 @@ def test_a_process_that_cannot_be_started(monkeypatch):
     assert has(model, "not-from-background", detail="No such file")
 
 
+@pytest.mark.slow
 def test_settings_of_torch_reach_it(monkeypatch):
     """Codes' keys depend on them. Catches one that is not sent."""
     model, made = stack(), Generated(monkeypatch)

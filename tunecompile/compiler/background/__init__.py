@@ -1,1 +1,1 @@
-"""A process that generates code while the training runs, and what the two say to each other."""
+"""Processes that generate code while the training runs, and what is said between them and it."""

@@ -1,4 +1,4 @@
-"""The process that generates code: `python -m tunecompile.compiler.background.child FOLDER`.
+"""A process that generates code: `python -m tunecompile.compiler.background.child FOLDER`.
 
 It reads the number of each order from its input, and ends with it, or when it has had nothing to do for a while. What
 it makes is in Inductor's caches on disk; its answers say no more than that it is done. It computes nothing on a GPU,

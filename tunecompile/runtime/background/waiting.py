@@ -34,7 +34,7 @@ class Change:
 
 @dataclass
 class Background:
-    """The process that generates code, and which regions have changed over to it."""
+    """The processes that generate code, and which regions have changed over to it."""
 
     compiler: BackgroundCompiler = field(default_factory=BackgroundCompiler)
     refused: Note | None = None  #: why code is generated before it runs, as without a background
