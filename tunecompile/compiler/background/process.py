@@ -123,9 +123,7 @@ class BackgroundCompiler:
 
     def _started(self) -> subprocess.Popen:
         """A further process."""
-        threads = str(max(1, cores() // self.most))  # of Inductor's; a user's number stands
-        environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads, **os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with (self._directory / f"{len(self._processes)}.log").open("ab") as log:
             started = subprocess.Popen(
                 [sys.executable or "", "-m", "tunecompile.compiler.background.child", str(self._folder)],
