@@ -147,8 +147,9 @@ def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each shape, in this process."""
     import tunecompile
     from tunecompile.cli.compare.models import load_model, precision
+    from tunecompile.cli.compare.spec import Shape, parse_shape
 
-    shapes = [tuple(map(int, shape.split("x"))) for shape in given.shapes.split(",")]
+    shapes = [parse_shape(shape) for shape in given.shapes.split(",")]
     job = loop_job(given, system="tunecompile", shapes=tuple(given.shapes.split(",")), steps=1)
     model = load_model(job)
     model = tunecompile.optimize(model, executor=given.executor, memory=given.memory).train()
@@ -158,8 +159,8 @@ def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         AsyncCompile.wait_pool_ready()
     vocabulary, watch = model.config.get_text_config().vocab_size, Stopwatch()
 
-    def step(shape: tuple[int, ...]) -> float:
-        ids = torch.randint(vocabulary, shape, device=DEVICE)
+    def step(shape: Shape) -> float:
+        ids = torch.randint(vocabulary, (shape.rows, shape.length), device=DEVICE)
         begin = time.perf_counter()
         with precision(job):
             loss = model(input_ids=ids, labels=ids).loss
@@ -183,7 +184,7 @@ def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "model": given.model,
             "mode": given.mode,
             "layers": given.layers,
-            "shape": "x".join(map(str, shape)),
+            "shape": str(shape),
             "status": "ok",
             "first_step_s": round(seconds, 3),
             "second_step_s": round(again, 3),

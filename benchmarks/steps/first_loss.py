@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installati
 from benchmarks._jobs import DEVICE, add_loop_options, loop_job
 from benchmarks._results import print_row, printed_rows, write
 from benchmarks.steps.compile_time import Stopwatch
-from tunecompile.cli.compare.spec import Job
+from tunecompile.cli.compare.spec import Job, parse_shape
 
 KINDS = ("eager", "cold", "warm", "background")
 LAST = 5  #: steps that say how long one takes in the end
@@ -97,9 +97,9 @@ def train(model: nn.Module, job: Job, given: argparse.Namespace, steps: Steps) -
     from tunecompile.cli.compare.models import precision
 
     number = len(steps.seconds)
-    shape = tuple(map(int, job.shapes[number % len(job.shapes)].split("x")))
+    shape = parse_shape(job.shapes[number % len(job.shapes)])
     torch.manual_seed(number)
-    ids = torch.randint(model.config.get_text_config().vocab_size, shape, device=DEVICE)
+    ids = torch.randint(model.config.get_text_config().vocab_size, (shape.rows, shape.length), device=DEVICE)
     begin = time.perf_counter()
     with contextlib.ExitStack() as around:
         if given.child != "eager" and not number:
