@@ -18,9 +18,7 @@ from tunecompile._torch import known_bugs
 from tunecompile._torch.background.deferral import Deferral
 from tunecompile._torch.background.graphs import FinalGraph
 from tunecompile._torch.fake_tensors import select_decomp_table
-from tunecompile._torch.generation.cache_keys import keys_without_storages
-from tunecompile._torch.generation.fused_products import templates_fuse_products
-from tunecompile._torch.generation.kernel_order import in_order
+from tunecompile._torch.generation import code_of_layers
 from tunecompile._torch.generation.late_kernels import InductorError, LateKernels
 from tunecompile._torch.generation.quick_tuning import tuned_quickly
 from tunecompile._torch.lookup import exist, exists, lookup, need, patched
@@ -201,7 +199,7 @@ def compile_inductor(
         given = None if deferral is None else deferral.begin(graph_module, example_inputs)
         around = keep(graph_module, example_inputs, kind) if keep is not None else None
         generate = partial(_generate, late, kind, partial(compile_fx_inner, graph_module, example_inputs, **kwargs))
-        with templates_fuse_products(), in_order(), keys_without_storages(), turn(graph_module, example_inputs):
+        with code_of_layers(), turn(graph_module, example_inputs):
             if given is None:
                 code = generate()
             else:

@@ -17,9 +17,7 @@ from pathlib import Path
 
 from tunecompile._torch.background.graphs import generate, unpack
 from tunecompile._torch.compile_workers import start_compile_workers
-from tunecompile._torch.generation.cache_keys import keys_without_storages
-from tunecompile._torch.generation.fused_products import templates_fuse_products
-from tunecompile._torch.generation.kernel_order import in_order
+from tunecompile._torch.generation import code_of_layers
 from tunecompile._torch.triton_analysis import analyses_answered_by
 from tunecompile.compiler.background.orders import (
     Answer,
@@ -56,7 +54,7 @@ def fill(packed: bytes) -> None:
 @contextlib.contextmanager
 def _around() -> Iterator[None]:
     """As the training generates code itself."""
-    with templates_fuse_products(), in_order(), keys_without_storages(), analyses_answered_by(ACCESSES.answer):
+    with code_of_layers(), analyses_answered_by(ACCESSES.answer):
         yield
 
 
