@@ -69,6 +69,7 @@ class Clock:
         self.probes: list[tuple[Any, Any]] = []  #: marks around calls whose kernels did not wait
         self.computing: float | None = None  #: the device's milliseconds a call, where kernels do not wait
         self.saved = 0  #: bytes that a call saves for its backward, once one was timed
+        self.large: bool | None = None  #: whether all layers' calls save much of the device; None until that is asked
 
     def time(
         self, run: Callable[[list], Sequence[Any]], inputs: list, device: torch.device, pass_: int

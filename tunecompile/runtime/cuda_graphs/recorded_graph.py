@@ -202,9 +202,9 @@ class Forward:
 
     def _large(self, clock: Clock, device: torch.device) -> bool:
         """Whether recordings of all layers save much; under a budget its plan decides."""
-        if self.shared.allowance is not None:
-            return False
-        return clock.saved * len(self.layers) > LARGE * self.shared.recorder.memory(device)[1]
+        if clock.large is None:  # asked at each call of a shape that is not recorded; all layers are known by the first
+            clock.large = clock.saved * len(self.layers) > LARGE * self.shared.recorder.memory(device)[1]
+        return clock.large and self.shared.allowance is None
 
     def _record(self, shape: tuple, place: ShapeSlot, inputs: list) -> Recording | None:
         fixed = place.layer.fixed()
