@@ -70,8 +70,8 @@ class BackgroundCompiler:
         self.jobs.append(job)
         try:
             job.process = self._free()
-            assert self._folder is not None and job.process.stdin is not None
-            write(order_of(self._folder, number), packed)
+            assert job.process.stdin is not None
+            write(order_of(self._directory, number), packed)
             job.process.stdin.write(b"%d\n" % number)
             job.process.stdin.flush()
         except OSError as error:
@@ -126,7 +126,7 @@ class BackgroundCompiler:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with (self._directory / f"{len(self._processes)}.log").open("ab") as log:
             started = subprocess.Popen(
-                [sys.executable or "", "-m", "tunecompile.compiler.background.child", str(self._folder)],
+                [sys.executable or "", "-m", "tunecompile.compiler.background.child", str(self._directory)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
