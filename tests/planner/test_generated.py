@@ -1,44 +1,21 @@
 """The bytes that a layer is planned with are those of the code that is generated for a GPU, in rows so long that a step has room for one layer."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
+
+from tests.support.fresh_process import STANDS_IN, printed
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's allocator tells it there"),
-    pytest.mark.skipif(
-        not torch.__version__.startswith(("2.11.", "2.13.")), reason="what stands in for a GPU fits these versions"
-    ),
-]
+pytestmark = STANDS_IN
 HYBRID, DENSE = ("qwen3.5-9b", 1, 131072), ("llama-3.1-8b", 8, 20680)
-
-
-def in_a_process(*arguments):
-    """What Python prints there: torch is told of a GPU that is not there."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 def graphs(shape, *plans):
     """(Plan, whether backward, planned bytes, bytes of the code) of each graph."""
-    done = in_a_process("-m", "tests.support.memory.generated", *map(str, shape), *plans)
+    done = printed("-m", "tests.support.memory.generated", *map(str, shape), *plans)
     lines = [json.loads(line) for line in done.splitlines() if line.startswith('{"plan"')]
     assert len(lines) == 2 * len(plans), done
     return [tuple(line.values()) for line in lines]
@@ -76,7 +53,8 @@ import torch
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from tests.support.memory.generated import code_of, most_bytes
+from tests.support.memory.generated import most_bytes
+from tests.support.stand_in_gpu import code_of
 from tunecompile.ops.recurrent import short_convolution
 
 def make(*shape):
@@ -96,5 +74,5 @@ for parts in (1, 3):
 
 def test_shifts_of_a_convolutions_gradient_are_read_from_one_tensor():
     """2 GiB in bf16 of 4 in fp32. Inlined, the shifts of a gradient that is made of several tensors were stored, each by itself: 20 GiB."""
-    done = in_a_process("-c", CONVOLUTION)
+    done = printed("-c", CONVOLUTION)
     assert [int(line.split()[1]) for line in done.splitlines() if line.startswith("bytes")] == [6 << 30, 6 << 30]

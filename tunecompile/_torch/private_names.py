@@ -300,6 +300,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         *("torch._inductor.memory", "torch._inductor.memory.reorder_for_peak_memory"),
         "torch._inductor.memory.reorder_for_peak_memory.methods",
     ),
+    *group(
+        "some graphs for changing sizes are compiled without rewrites, where a template writes rows of one part",
+        *("graph.GraphLowering", "graph.GraphLowering.propagate_mutation", "ir.IRNode.maybe_get_name"),
+        under="torch._inductor",
+    ),
     *group("layers that fail with joined kernels are compiled without rewrites", "torch._inductor.exc.InductorError"),
     *group("mix-order reduction is as torch has it", "torch._inductor.config.triton.mix_order_reduction"),
     *group("some graphs for changing sizes are compiled again", "torch._inductor.config.shape_padding"),

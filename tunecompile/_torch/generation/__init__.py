@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from tunecompile._torch.generation.cache_keys import keys_without_storages
 from tunecompile._torch.generation.fused_products import templates_fuse_products
 from tunecompile._torch.generation.kernel_order import in_order
+from tunecompile._torch.generation.written_arguments import nothing_copied_to_itself
 
 __all__ = ["code_of_layers"]
 
@@ -15,5 +16,5 @@ __all__ = ["code_of_layers"]
 @contextlib.contextmanager
 def code_of_layers() -> Iterator[None]:
     """Inside, code is generated as that of a layer, in the training as in a process that does it for the training."""
-    with templates_fuse_products(), in_order(), keys_without_storages():
+    with templates_fuse_products(), in_order(), keys_without_storages(), nothing_copied_to_itself():
         yield
