@@ -2,6 +2,7 @@
 
     python benchmarks/suites/changing_shapes.py --out benchmarks/results/shapes.json
     python benchmarks/suites/changing_shapes.py --modes lora,nf4 --seconds 260 --out /tmp/half.json
+    python benchmarks/suites/changing_shapes.py --without /tmp/half.json --out /tmp/rest.json
 
 The cells of `tests/models/test_gpu_families.py`, in several processes. The file is written after each cell; what an earlier run
 found of other cells stays in it.
@@ -34,12 +35,24 @@ Cell = tuple[str, str]
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", type=lambda text: text.split(","), default=list(MODES), help="all, if not given")
+    parser.add_argument(
+        "--modes", type=lambda text: text.split(","), default=list(MODES), help="all, if not given; in this order"
+    )
     parser.add_argument("--families", type=lambda text: text.split(","), help="all, if not given")
+    parser.add_argument("--without", type=Path, nargs="*", default=[], help="results whose cells are left out")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="at a time")
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which no further result is awaited")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
+
+
+def chosen(modes: list[str], families: list[str] | None, without: list[Path]) -> list[Cell]:
+    """The cells to run. families: None for all. without: results whose cells are left out."""
+    done = {(row["family"], row["mode"]) for path in without for row in json.loads(path.read_text())["runs"]}
+    asked = (
+        cell for cell in CELLS if cell[1] in modes and cell not in done and (families is None or cell[0] in families)
+    )
+    return sorted(asked, key=lambda cell: modes.index(cell[1]))
 
 
 def work(cells: multiprocessing.Queue, rows: multiprocessing.Queue, device: str) -> None:
@@ -110,7 +123,7 @@ def collect(cells: list[Cell], processes: int, seconds: float, device: str):
 def main() -> int:
     given = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cells = [cell for cell in CELLS if cell[1] in given.modes and (given.families is None or cell[0] in given.families)]
+    cells = chosen(given.modes, given.families, given.without)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(given.out.read_text())["runs"] if given.out.exists() else []
     found = {(row["family"], row["mode"]): row for row in before}
