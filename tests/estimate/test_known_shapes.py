@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from tunecompile.estimate.known_shapes import SHAPES, shape_config
+from tunecompile.estimate.known_shapes import SHAPES, is_mixture, shape_config
 from tunecompile.estimate.meta_model import meta_model
 from tunecompile.estimate.multi_gpu import Question, plan
 from tunecompile.planner.datasheets import find_gpu
@@ -57,3 +57,9 @@ def test_what_full_training_holds(gpu, dtype):
     assert held.optimizer == 2 * held.gradients and held.gradients == pytest.approx(held.weights, rel=0.01)
     (said,) = [str(each) for each in report.notes if each.code == "full-training-state"]
     assert dtype in said and "fp32" not in said
+
+
+@pytest.mark.parametrize("name, mixed", [("gemma-4-e4b", False), ("gemma-4-26b-a4b", True), ("gpt-oss-20b", True)])
+def test_a_dense_model_of_a_family_with_experts_is_no_mixture(name, mixed):
+    """Its config has their fields."""
+    assert is_mixture(shape_config(name)) == mixed

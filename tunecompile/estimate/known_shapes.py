@@ -127,7 +127,8 @@ def shape_config(name: str, layers: int | None = None) -> Any:
 
 def is_mixture(config: Any) -> bool:
     """Whether a config is one of a mixture of experts."""
-    return any("experts" in name for name in config.to_dict())
+    fields = config.to_dict()
+    return any("experts" in name and fields[name] for name in fields)  # a dense Gemma 4's are None
 
 
 def lora_targets(model: nn.Module, experts: bool = True) -> dict[str, Any]:
