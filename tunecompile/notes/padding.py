@@ -14,6 +14,10 @@ NOTES = {
         "Follow the reason, if it is yours to change. The numbers are right.",
     ),
     "sizes-rounded": NoteKind("sizes of {subject} that seldom recur are rounded up ({count} batches)"),
+    "whole-by-padded": NoteKind(
+        "rows of {subject} without padding run by the graph of padded ones, where their size is not the first one's "
+        "({count} batches)"
+    ),
     "sizes-kept": NoteKind("sizes of {subject} are not rounded up, so that they seldom recur: {detail}"),
     "states-cross-documents": NoteKind(
         "states of {subject} cross from one packed sequence to the next, as the model's own code has it",

@@ -60,6 +60,7 @@ class FlatBatch:
     whole: bool = False  #: whether each row is one document without padding
     fills: str = ""  #: an argument of layers that is None, and becomes the mask
     rounds: bool = False  #: whether it is no other batch than its rows, and only its size is another, see `rounding`
+    joins: bool = False  #: whether it has no padding, and runs by the graph of batches that have
     lone: bool = False  #: whether its one row has no dimension: the patches [N, H] of a tower
     bounds: Tensor | None = None  #: int [images + 1], where a tower's images begin; layers are given it as it is
     rows: Rows = field(default_factory=Rows)

@@ -29,7 +29,7 @@ class OwnerCall:
     trains: bool = field(default_factory=torch.is_grad_enabled)  #: whether it has gradients
     rounds: bool = False  #: whether its size may be rounded up
     sized: bool = False  #: whether that was decided
-    rounded: FlatBatch | None = None  #: rows without padding, of a size that recurs
+    rounded: FlatBatch | None = None  #: rows without padding, as documents
     #: whether rows without padding came as documents: their attention is written out, or their lengths change
     whole: bool = False
     decided: bool = False  #: whether a layer was given a mask that could be read

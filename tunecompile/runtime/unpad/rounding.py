@@ -5,6 +5,9 @@ with padding come as one row of documents, whose size is rounded. Rows without a
 where hardly two batches have images of one size, hardly a layer is ever recorded. So from some sizes on, as long as
 launches are waited for, such rows are one row of documents, too, and a tower's patches have another image behind them.
 
+Rows without padding, of another length than the first ones, come as documents as well where padded batches have: that
+graph is there, and a third one is not compiled for them.
+
 That is right where attention is known to be causal, or to be by the bounds of images, and where layers treat each token
 by itself otherwise. Their graphs say so: of a call that came as it is, and of the one that ran.
 """
@@ -37,6 +40,8 @@ STAYS = 3  #: calls that one size has come as it is, in which it was recorded
 PARTS = 8  #: of the numbers between a power of two and the next: at most one part, or a multiple, is filled up
 #: times the largest size whose launches are known to be waited for; a larger one comes as it is, and tells
 REACH = 1.25
+#: batches without padding that ran by the graph of padded ones, from which one of their own pays: attention is faster
+OFTEN = 256
 COUNTED = 64  #: sizes that are told apart
 KINDS = 16  #: kinds of calls of one layer that are told apart
 #: why padding stays, where that says nothing of rows without any
@@ -63,6 +68,10 @@ class Graph(Protocol):
     by_documents: int  #: how many are under a document mask
     of_images: bool  #: whether it is a tower's, and told where images begin
     mixes: Note | None  #: why a tower's may read more patches than those of an image
+
+    def computes_as(self, other: Any) -> bool:
+        """Whether both compute the same, whatever they save."""
+        ...
 
 
 @dataclass
@@ -97,6 +106,12 @@ class Rounding:
         self.refused: Note | None = None  #: why no size is rounded from now on
         self.kept: Note | None = None  #: why the last one that changed was not
         self.count = 0  #: steps
+        self.padded = False  #: whether batches came as documents because of their padding
+        self.first: tuple[int, int] | None = None  #: the first rows without padding that came as they are
+        self.apart = False  #: whether others did, which have a graph of their own
+        self.joined = 0  #: how many others came as documents, since padded ones do
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()  #: of padded batches
+        self.looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  #: layers of which a call came as it is
 
     @staticmethod
     def may_round(kept: Note | None) -> bool:
@@ -118,24 +133,39 @@ class Rounding:
         rows, length, _ = hidden.shape
         if not call.sized:
             call.sized = True
-            if self._pays((rows, length), rows * length) and self._may(self._why_not_causal):
-                total = rounded_up(rows * length, hidden.device)
-                call.rounded = FlatBatch.of_whole_rows(rows, length, 0, hidden.device, total)
-                call.rounded.fills, call.rounded.rounds, call.whole = MASK, True, True
+            call.rounded = self._of_rows(call, rows, length, hidden.device)
         flat = call.rounded
         return flat if flat is not None and flat.shape == (rows, length) and self._calls(layer, kind) else None
 
+    def _of_rows(self, call: OwnerCall, rows: int, length: int, device: torch.device) -> FlatBatch | None:
+        """Rows without padding as documents; None where they come as they are."""
+        pays = self._pays((rows, length), rows * length)
+        joins = not pays and self._joins((rows, length))
+        if (pays and self._may(self._why_not_causal)) or joins:
+            flat = FlatBatch.of_whole_rows(rows, length, 0, device, 0 if joins else rounded_up(rows * length, device))
+            flat.fills, flat.rounds, flat.joins, call.whole = MASK, True, joins, True
+            return flat
+        if call.trains:
+            self.first = self.first or (rows, length)
+            self.apart |= self.first != (rows, length)
+        return None
+
     def came(self, layer: nn.Module, args: tuple, kwargs: dict, graph: Graph | None) -> None:
-        """Learn from a layer's call that ran as it comes, once sizes change."""
-        if len(self.seen) < SIZES - 1 or in_backward() or (hidden := hidden_in(args, kwargs)) is None:
+        """Learn from a layer's call that ran as it comes: from one, and from all once sizes change."""
+        several = len(self.seen) >= SIZES - 1
+        if (layer in self.looked and not several) or in_backward() or (hidden := hidden_in(args, kwargs)) is None:
             return
-        self._learn(hidden.shape[:-1].numel())
+        if several:
+            self._learn(hidden.shape[:-1].numel())
         if graph is None:
             return
         if graph.of_images:
             self.towers[layer] = graph
         kind = self._kind(args, kwargs)
-        if kind is None or not graph.causal:
+        if kind is None:
+            return
+        self.looked.add(layer)
+        if not graph.causal:
             return
         known = self.attention.get(layer)
         if known is None:
@@ -153,9 +183,20 @@ class Rounding:
         self._learn(len(flat.index))
         if flat.bounds is not None and (why := _why_not_filled_up(graph)) is not None:
             raise NotTokenWise(why)
+        if flat.drops and graph is not None:
+            self.graphs.add(graph)
+        if flat.joins and not self._is_of_padded(graph):
+            raise NotTokenWise(note("own-mask"))
         causal = flat.rounds and flat.bounds is None and graph is not None
         if causal and graph.by_documents != self._calls(layer, self._kind(args, kwargs)):
             raise NotTokenWise(note("own-mask"))
+
+    def ran_as(self, call: OwnerCall) -> None:
+        """Learn from the owner's call in a training step, which is over."""
+        self.padded |= call.drops
+        if call.rounded is not None:
+            self.joined += call.rounded.joins
+            self.count += not call.rounded.joins
 
     def refuse(self, reason: Note) -> None:
         """From now on every size comes as it is."""
@@ -165,6 +206,7 @@ class Rounding:
         """For the report."""
         kind, why = type(self.owner).__name__, self.refused or self.kept
         told = [note("sizes-rounded", kind, count=self.count)] if self.count else []
+        told += [note("whole-by-padded", kind, count=self.joined)] if self.joined else []
         return told + ([note("sizes-kept", kind, why)] if why is not None else [])
 
     def _calls(self, layer: nn.Module, kind: tuple | None) -> int:
@@ -177,6 +219,17 @@ class Rounding:
             return None
         plain = ((name, _plain(value)) for name, value in (*enumerate(args), *kwargs.items()) if value is not None)
         return (getattr(getattr(self.owner, "config", None), "_attn_implementation", None), *plain)
+
+    def _is_of_padded(self, graph: Graph | None) -> bool:
+        """Whether padded batches ran by it. Another one may be of layers that were changed since."""
+        if graph is not None and graph not in self.graphs and any(graph.computes_as(each) for each in self.graphs):
+            self.graphs.add(graph)
+        return graph in self.graphs
+
+    def _joins(self, size: tuple[int, int]) -> bool:
+        """Whether rows without padding run by the graph of padded batches, in place of one for changing sizes."""
+        other = self.padded and not self.apart and self.first not in (None, size) and self.joined < OFTEN
+        return other and (self._why_not_causal() or self.watch.reason()) is None
 
     def _pays(self, size: tuple[int, ...], tokens: int) -> bool:
         """Whether a batch of this size is rounded: where sizes change, and the host is waited for."""

@@ -150,7 +150,7 @@ class Unpadding:
             self.flattened += call.drops
             self.packed += call.packs and not call.drops
             self.whole += call.whole
-            self.rounding.count += call.rounded is not None
+            self.rounding.ran_as(call)
         if not call.decided:
             self._tell_of_call(call)
 

@@ -1,0 +1,129 @@
+"""Rows without padding between padded batches: by the graph that these have, and gradients are eager's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+from tests.support import zoo
+from tests.support.batches import padded
+from tests.support.compare import assert_close
+from tests.support.models import hybrids
+from tests.support.models.pairs import pair
+from tests.support.notes import fell_back, has
+from tests.support.rounding import Shapes
+from tunecompile.compiler.token_wise.graph import NotTokenWise
+from tunecompile.runtime.layers.met_graph import MetGraph
+from tunecompile.runtime.unpad import rounding
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+CPU = torch.device("cpu")
+EXACT = dict(loss=1e-6, limit=1e-6)  #: of models in fp64, whose norms and losses are in fp32
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    return Shapes.of(monkeypatch)
+
+
+def whole(length: int, rows: int = 2) -> dict:
+    return zoo.batch(seed=length, rows=rows, length=length)
+
+
+def follow(ours, plain, batches, **limits) -> None:
+    for batch in batches:
+        assert_close(zoo.step(ours, dict(batch)), zoo.step(plain, dict(batch)), **limits)
+
+
+def test_two_graphs_serve_all_batches(shapes):
+    ours, plain = pair(lambda: zoo.make("llama").double())
+    follow(ours, plain, [whole(20), padded(), padded(3, 24, "left"), whole(24), whole(9, 5), whole(20)], **EXACT)
+    rows = [shape for shape in shapes.last(6) if shape[0] != 1]
+    assert rows == [(2, 20, 64)] * 2  # the first ones, which have constant sizes
+    region = tunecompile.report(ours).regions[0]
+    assert region.compiles == 2 and not fell_back(ours), region
+    assert has(ours, "whole-by-padded", count=2) and has(ours, "padding-removed", count=2)
+
+
+@pytest.mark.slow
+def test_others_that_have_a_graph_stay_with_it(shapes):
+    ours, plain = pair(lambda: zoo.make("llama"))
+    follow(ours, plain, [whole(20), whole(24), padded(), whole(26)])
+    assert shapes.last(1) == [(2, 26, 64)] and not has(ours, "whole-by-padded")
+
+
+@pytest.mark.slow
+def test_many_get_a_graph_of_their_own(shapes, monkeypatch):
+    monkeypatch.setattr(rounding, "OFTEN", 2)
+    ours, plain = pair(lambda: zoo.make("llama"))
+    follow(ours, plain, [whole(20), padded(), whole(24), whole(26), whole(28), whole(24)])
+    assert [shape[0] for shape in shapes.last(4)] == [1, 1, 2, 2] and has(ours, "whole-by-padded", count=2)
+
+
+@pytest.mark.slow
+def test_layers_whose_attention_is_not_known_to_be_causal(shapes):
+    """It would see no further than it stands, in place of all tokens."""
+
+    def both_ways():
+        model = zoo.make("llama")
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+        return model
+
+    ours, plain = pair(both_ways)
+    follow(ours, plain, [whole(20), padded(), whole(24)])
+    assert shapes.last(1) == [(2, 24, 64)] and not has(ours, "whole-by-padded")
+
+
+def test_graphs_that_no_padded_batch_ran_by():
+    """A layer was changed since it was known how it attends without a mask."""
+    made, layer = rounding.Rounding(None, tuple, None, None), nn.Linear(1, 1)
+    graph, changed = MetGraph((("attention",),), True), MetGraph((("other attention",),), True)
+    whole = replace(FlatBatch.of_whole_rows(2, 6, 0, CPU), joins=True)
+    with pytest.raises(NotTokenWise):
+        made.ran(layer, whole, (), {}, graph)
+    made.ran(layer, replace(whole, joins=False, real=5), (), {}, graph)  # with padding
+    made.ran(layer, whole, (), {}, graph)
+    made.ran(layer, whole, (), {}, MetGraph(graph.operations, True))  # under another plan
+    with pytest.raises(NotTokenWise):
+        made.ran(layer, whole, (), {}, changed)
+
+
+@pytest.mark.slow
+def test_attention_that_was_replaced_since(shapes, monkeypatch):
+    """Without a mask it sees all tokens now. Padded batches have masks."""
+    ours, plain = pair(lambda: zoo.make("llama"))
+    kind = type(plain.model.layers[0].self_attn)
+    forward = kind.forward
+
+    def both_ways(self, hidden_states, attention_mask=None, **kwargs):
+        causal = attention_mask is not None
+        return forward(self, hidden_states, attention_mask=attention_mask, **kwargs, is_causal=causal)
+
+    follow(ours, plain, [whole(20), padded()])
+    monkeypatch.setattr(kind, "forward", both_ways)
+    follow(ours, plain, [whole(24), padded(), whole(26)])
+    assert not has(ours, "whole-by-padded")
+
+
+@pytest.mark.slow
+def test_hybrids_have_layers_without_attention(shapes):
+    ours, plain = pair(lambda: hybrids.make("qwen3_5"))
+    follow(ours, plain, [whole(20), padded(), whole(24)])
+    assert not has(ours, "whole-by-padded") and not has(ours, "sizes-kept") and not fell_back(ours)
+
+
+@pytest.mark.slow
+def test_scores_come_as_training_steps_do():
+    """A policy's and its reference's: another rounding would look like a change of the policy."""
+    ours, _ = pair(lambda: zoo.make("llama"))
+    for batch in (whole(20), padded()):
+        zoo.step(ours, batch)
+    with torch.no_grad():
+        scored = ours(**whole(24), use_cache=False).logits
+    trained = ours(**whole(24), use_cache=False).logits
+    assert torch.equal(scored, trained) and has(ours, "whole-by-padded", count=1)
