@@ -28,7 +28,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._jobs import DEVICE, add_loop_options, loop_job
+from benchmarks._jobs import DEVICE, add_loop_options, loop_job, waits_for_code
 from benchmarks._results import print_row, printed_rows, write
 from benchmarks.steps.compile_time import Stopwatch
 from tunecompile.cli.compare.spec import Job, parse_shape
@@ -77,15 +77,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     if given.child != "eager":
         tunecompile.optimize(model, warmup="background" if given.child == "background" else None)
 
-    def waits() -> bool:
-        return given.child == "background" and "waits-for-code" in {
-            each.code for each in tunecompile.report(model).notes
-        }
-
     steps, until = Steps(), time.monotonic() + PATIENCE
     while len(steps.seconds) < given.steps or (True in steps.waited[-LAST - 1 :] and time.monotonic() < until):
         train(model, job, given, steps)
-        steps.waited.append(waits())
+        steps.waited.append(given.child == "background" and waits_for_code(model))
     row = row_of(given, steps)
     if given.child == "background":
         row["changed_over"] = {each.name: each.changed_over for each in tunecompile.report(model).regions}
