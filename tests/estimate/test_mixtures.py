@@ -45,6 +45,7 @@ def test_without_weights(packed):
         assert lighter == pytest.approx(stacked * (1 - 0.25 * (1 + 1 / 32)), rel=0.02)
 
 
+@pytest.mark.slow
 def test_layers_with_stacks_in_4_bits_are_traced_once(monkeypatch):
     """Each has a class of its own, on which Dynamo guards. Gemma's are all called: they hand keys on in a mapping.
 

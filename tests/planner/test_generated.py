@@ -72,6 +72,7 @@ for parts in (1, 3):
 """
 
 
+@pytest.mark.slow
 def test_shifts_of_a_convolutions_gradient_are_read_from_one_tensor():
     """2 GiB in bf16 of 4 in fp32. Inlined, the shifts of a gradient that is made of several tensors were stored, each by itself: 20 GiB."""
     done = printed("-c", CONVOLUTION)

@@ -121,7 +121,7 @@ def step(model: torch.nn.Module, inputs: dict) -> tuple[float, dict]:
         (InGivenList, False),
         pytest.param(InSharedList, False, marks=pytest.mark.slow),
         (InAttribute, True),
-        (InSharedList, True),
+        pytest.param(InSharedList, True, marks=pytest.mark.slow),
         pytest.param(InSlots, True, marks=pytest.mark.slow),
         pytest.param(InPairs, True, marks=pytest.mark.slow),
         pytest.param(InLongerTuple, True, marks=pytest.mark.slow),

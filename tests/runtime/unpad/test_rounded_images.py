@@ -287,6 +287,7 @@ def test_checkpoints_and_least_memory(memory, monkeypatch):
     assert has(ours, "sizes-rounded", subject="Text") and has(ours, "sizes-rounded", subject="Vision")
 
 
+@pytest.mark.slow
 def test_sizes_that_never_recur_are_replayed(monkeypatch):
     """By a stand-in for CUDA graphs: each size has come once, and its layers were recorded."""
     monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
