@@ -8,7 +8,8 @@
 LoRA on random weights: on all linears, the vision tower's too, or on the text model's alone (`--tower frozen`). Each row has one
 image before its text; the image is not predicted. A batch has images of one size. Up to ten sizes come in turn, again and again;
 more of them are drawn at random, and each comes once in as many batches. Each system has a process of its own, and its row is
-written when it ends; tunecompile-background is timed when all of its code is there. Without a GPU, `--model qwen3-vl-tiny` is for trials.
+written when it ends; tunecompile-background is timed when all of its code is there. Without a GPU, `--model qwen3-vl-tiny` is for
+trials.
 """
 
 from __future__ import annotations
@@ -211,6 +212,7 @@ def train(model: nn.Module, job: Job, given: argparse.Namespace) -> dict[str, An
     """What each step took, its tokens and loss, and how much was compiled after the first ones."""
     import torch
 
+    from benchmarks._jobs import waits_for_code
     from tunecompile.cli.compare.models import precision
 
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -232,22 +234,13 @@ def train(model: nn.Module, job: Job, given: argparse.Namespace) -> dict[str, An
         found["ms"].append(1e3 * (time.perf_counter() - begun))
         found["tokens"].append(batch["input_ids"].numel())
         number += 1
-        untimed += number == untimed and being_made(model, job)
+        untimed += number == untimed and job.warmup is not None and waits_for_code(model)
         if number == SETTLED:
             found["compiled"] = compilations(model, job)
     if job.engine == "tunecompile":
         found["compilations"] = compilations(model, job)
         found["late_compilations"] = found["compilations"] - found["compiled"]
     return found | {"untimed": untimed, "trainable_parameters": sum(weight.numel() for weight in weights)}
-
-
-def being_made(model: nn.Module, job: Job) -> bool:
-    """Whether code is still being made beside the steps."""
-    if job.warmup is None:
-        return False
-    from benchmarks._jobs import waits_for_code
-
-    return waits_for_code(model)
 
 
 def compilations(model: nn.Module, job: Job) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tests.support import zoo
 from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.unpad import flat_batch, rounding
 from tunecompile.runtime.unpad.rounding import Rounding
@@ -24,6 +25,11 @@ def waited_for(monkeypatch, learns: bool = True) -> None:
     monkeypatch.setattr(rounding, "SIZES", SIZES)
     for module in (flat_batch, rounding):
         monkeypatch.setattr(module, "multiple_on", lambda device: MULTIPLE)
+
+
+def whole(length: int, rows: int = 2) -> dict:
+    """A batch without padding."""
+    return zoo.batch(seed=length, rows=rows, length=length)
 
 
 @dataclass

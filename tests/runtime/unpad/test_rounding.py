@@ -13,7 +13,7 @@ from tests.support.batches import padded
 from tests.support.compare import assert_close, equal_bits
 from tests.support.models.pairs import pair
 from tests.support.notes import fell_back, has
-from tests.support.rounding import SIZES, Shapes, waited_for
+from tests.support.rounding import SIZES, Shapes, waited_for, whole
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
@@ -39,13 +39,9 @@ def shapes(monkeypatch):
     return Shapes.of(monkeypatch)
 
 
-def row(length, rows=2):
-    return zoo.batch(seed=length, rows=rows, length=length)
-
-
 def follow(ours, plain, lengths, **limits):
     for length in lengths:
-        assert_close(zoo.step(ours, row(length)), zoo.step(plain, row(length)), **limits)
+        assert_close(zoo.step(ours, whole(length)), zoo.step(plain, whole(length)), **limits)
 
 
 def test_lengths_that_do_not_recur_are_few_shapes(shapes):
@@ -62,7 +58,7 @@ def test_numbers_of_rows_and_rows_alone_are_of_one_graph(shapes):
     ours, plain = pair(lambda: zoo.make("llama"))
     follow(ours, plain, LENGTHS[:2])
     for rows, length in ((1, 64), (1, 40), (3, 20), (2, 31), (1, 100), (4, 32), (1, 128)):
-        batch = row(length, rows)
+        batch = whole(length, rows)
         assert_close(zoo.step(ours, batch), zoo.step(plain, batch))
     assert shapes.of_layers("LlamaDecoderLayer") == {(2, 20, 64), (2, 24, 64), (1, 64, 64), (1, 128, 64)}
     assert tunecompile.report(ours).regions[0].compiles <= 3 and not fell_back(ours)
@@ -127,10 +123,10 @@ def test_batches_of_other_kinds_between(shapes):
         follow(ours, plain, [length])
         assert_close(zoo.step(ours, padded()), zoo.step(plain, padded()))
         with torch.no_grad():
-            scored = [m.train()(**row(length + 1), use_cache=False).logits for m in (ours, plain)]
-            told = [m.eval()(**row(length)).loss for m in (ours, plain)]
+            scored = [m.train()(**whole(length + 1), use_cache=False).logits for m in (ours, plain)]
+            told = [m.eval()(**whole(length)).loss for m in (ours, plain)]
             made = [
-                m.eval().generate(row(length)["input_ids"], max_new_tokens=4, do_sample=False) for m in (ours, plain)
+                m.eval().generate(whole(length)["input_ids"], max_new_tokens=4, do_sample=False) for m in (ours, plain)
             ]
         torch.testing.assert_close(*scored, rtol=1e-4, atol=1e-5)
         assert torch.equal(*told) and torch.equal(*made), at
@@ -141,8 +137,8 @@ def test_batches_of_other_kinds_between(shapes):
 def test_two_forwards_before_one_backward():
     ours, plain = pair(lambda: zoo.make("llama"))
     follow(ours, plain, LENGTHS[:3])
-    both = lambda m, _: m(**row(25)).loss + 2 * m(**row(31)).loss  # noqa: E731
-    assert_close(zoo.step(ours, row(25), loss=both), zoo.step(plain, row(25), loss=both))
+    both = lambda m, _: m(**whole(25)).loss + 2 * m(**whole(31)).loss  # noqa: E731
+    assert_close(zoo.step(ours, whole(25), loss=both), zoo.step(plain, whole(25), loss=both))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +198,7 @@ def test_attention_that_is_written_out(shapes):
 def test_dropout_in_attention(shapes):
     ours, plain = pair(lambda: zoo.make("llama", attention_dropout=0.5))
     for length in LENGTHS[:5]:
-        zoo.step(ours, row(length))
+        zoo.step(ours, whole(length))
     assert has(ours, "sizes-kept", reason="attention-dropout") and not fell_back(ours)
     assert all(rows == 2 for rows, *_ in shapes.last(2))
 
@@ -221,7 +217,7 @@ def test_attention_that_is_causal_no_more(shapes):
 def test_a_call_that_says_that_attention_is_not_causal(shapes):
     ours, plain = pair(lambda: zoo.make("llama"))
     follow(ours, plain, LENGTHS[:4])
-    batch = {**row(28), "is_causal": False}
+    batch = {**whole(28), "is_causal": False}
     assert_close(zoo.step(ours, batch), zoo.step(plain, batch))
     assert shapes.last(1) == [(2, 28, 64)]
 
@@ -358,7 +354,7 @@ def test_gradient_checkpointing():
 def test_outputs_that_are_required(shapes):
     ours, plain = pair(lambda: zoo.make("llama"))
     follow(ours, plain, LENGTHS[:3])
-    found = [m(**row(28), output_hidden_states=True).hidden_states for m in (ours, plain)]
+    found = [m(**whole(28), output_hidden_states=True).hidden_states for m in (ours, plain)]
     for made, expected in zip(*found):
         torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
     assert shapes.last(1) == [(2, 28, 64)]
@@ -368,11 +364,11 @@ def test_outputs_that_are_required(shapes):
 def test_dropout_elsewhere_is_that_of_the_row():
     """As where padding is removed: the same seed gives the same step, and other numbers than a batch of another shape."""
     ours, _ = pair(lambda: zoo.adapt(zoo.make("llama"), lora_dropout=0.5))
-    follow_alone = [zoo.step(ours, row(length)) for length in LENGTHS[:3]]
+    follow_alone = [zoo.step(ours, whole(length)) for length in LENGTHS[:3]]
     found = []
     for _ in range(2):
         torch.manual_seed(0)
-        found.append(zoo.step(ours, row(29)))
+        found.append(zoo.step(ours, whole(29)))
     assert equal_bits(*found) and has(ours, "sizes-rounded", count=3) and follow_alone
 
 

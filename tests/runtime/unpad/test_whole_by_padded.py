@@ -13,7 +13,7 @@ from tests.support.compare import assert_close
 from tests.support.models import hybrids
 from tests.support.models.pairs import pair
 from tests.support.notes import fell_back, has
-from tests.support.rounding import Shapes
+from tests.support.rounding import Shapes, whole
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.runtime.layers.met_graph import MetGraph
 from tunecompile.runtime.unpad import rounding
@@ -28,10 +28,6 @@ EXACT = dict(loss=1e-6, limit=1e-6)  #: of models in fp64, whose norms and losse
 @pytest.fixture
 def shapes(monkeypatch):
     return Shapes.of(monkeypatch)
-
-
-def whole(length: int, rows: int = 2) -> dict:
-    return zoo.batch(seed=length, rows=rows, length=length)
 
 
 def follow(ours, plain, batches, **limits) -> None:
@@ -83,14 +79,14 @@ def test_graphs_that_no_padded_batch_ran_by():
     """A layer was changed since it was known how it attends without a mask."""
     made, layer = rounding.Rounding(None, tuple, None, None), nn.Linear(1, 1)
     graph, changed = MetGraph((("attention",),), True), MetGraph((("other attention",),), True)
-    whole = replace(FlatBatch.of_whole_rows(2, 6, 0, CPU), joins=True)
+    flat = replace(FlatBatch.of_whole_rows(2, 6, 0, CPU), joins=True)
     with pytest.raises(NotTokenWise):
-        made.ran(layer, whole, (), {}, graph)
-    made.ran(layer, replace(whole, joins=False, real=5), (), {}, graph)  # with padding
-    made.ran(layer, whole, (), {}, graph)
-    made.ran(layer, whole, (), {}, MetGraph(graph.operations, True))  # under another plan
+        made.ran(layer, flat, (), {}, graph)
+    made.ran(layer, replace(flat, joins=False, real=5), (), {}, graph)  # with padding
+    made.ran(layer, flat, (), {}, graph)
+    made.ran(layer, flat, (), {}, MetGraph(graph.operations, True))  # under another plan
     with pytest.raises(NotTokenWise):
-        made.ran(layer, whole, (), {}, changed)
+        made.ran(layer, flat, (), {}, changed)
 
 
 @pytest.mark.slow

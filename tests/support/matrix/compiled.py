@@ -239,7 +239,7 @@ def run(name: str, mode: str, device: str) -> dict[str, Any]:
     """
     torch._dynamo.reset()
     batches = [{key: value.to(device) for key, value in batch.items()} for batch in FAMILIES[name].batches()]
-    batches = [_in_half(batch) for batch in batches]
+    batches = [in_half(batch) for batch in batches]
     try:
         plain = prepared(name, mode, device)
         exact, model = zoo.in_fp32(plain), copy.deepcopy(plain)
@@ -261,7 +261,7 @@ def run(name: str, mode: str, device: str) -> dict[str, Any]:
     return row
 
 
-def _in_half(batch: dict) -> dict:
+def in_half(batch: dict) -> dict:
     return {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
 
 

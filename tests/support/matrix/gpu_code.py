@@ -19,7 +19,7 @@ from torch._inductor import compile_fx, config
 
 import tunecompile
 from tests.support import zoo
-from tests.support.matrix.compiled import FAMILIES, _in_half, prepared
+from tests.support.matrix.compiled import FAMILIES, in_half, prepared
 from tests.support.stand_in_gpu import code_of
 from tunecompile._torch.fake_tensors import copied
 from tunecompile.ir.pretend_gpu import as_on_gpu
@@ -52,7 +52,7 @@ def rows_of(name, mode):
     with mock.patch.object(compile_fx, "compile_fx_inner", inner):
         tunecompile.optimize(model)
         for batch in FAMILIES[name].batches():
-            zoo.step(model, _in_half(batch))
+            zoo.step(model, in_half(batch))
             yield from rows
             rows.clear()
 

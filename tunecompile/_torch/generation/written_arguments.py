@@ -30,8 +30,7 @@ def nothing_copied_to_itself() -> Iterator[None]:
     plain = graph.propagate_mutation
 
     def propagate(self: Any, node: Any, args: Any, kwargs: Any, new_args: Any, new_kwargs: Any) -> Any:
-        new_args = tuple(_without_views(old, new) for old, new in zip(args, new_args, strict=True))
-        return plain(self, node, args, kwargs, new_args, _without_views(kwargs, new_kwargs))
+        return plain(self, node, args, kwargs, _without_views(args, new_args), _without_views(kwargs, new_kwargs))
 
     with replaced(graph, propagate_mutation=propagate):
         yield

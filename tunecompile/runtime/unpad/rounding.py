@@ -106,7 +106,6 @@ class Rounding:
         self.refused: Note | None = None  #: why no size is rounded from now on
         self.kept: Note | None = None  #: why the last one that changed was not
         self.count = 0  #: steps
-        self.padded = False  #: whether batches came as documents because of their padding
         self.first: tuple[int, int] | None = None  #: the first rows without padding that came as they are
         self.apart = False  #: whether others did, which have a graph of their own
         self.joined = 0  #: how many others came as documents, since padded ones do
@@ -193,7 +192,6 @@ class Rounding:
 
     def ran_as(self, call: OwnerCall) -> None:
         """Learn from the owner's call in a training step, which is over."""
-        self.padded |= call.drops
         if call.rounded is not None:
             self.joined += call.rounded.joins
             self.count += not call.rounded.joins
@@ -228,7 +226,7 @@ class Rounding:
 
     def _joins(self, size: tuple[int, int]) -> bool:
         """Whether rows without padding run by the graph of padded batches, in place of one for changing sizes."""
-        other = self.padded and not self.apart and self.first not in (None, size) and self.joined < OFTEN
+        other = len(self.graphs) > 0 and not self.apart and self.first not in (None, size) and self.joined < OFTEN
         return other and (self._why_not_causal() or self.watch.reason()) is None
 
     def _pays(self, size: tuple[int, ...], tokens: int) -> bool:
