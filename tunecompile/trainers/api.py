@@ -51,7 +51,8 @@ def optimize(
             checkpointing, with the same results. None: each layer saves what is expensive to recompute; if the model's
             own checkpointing is on for all layers, the budget is what that would need. On a CPU the budget limits what
             layers save for the backward pass. For layers on several GPUs (`device_map`) each GPU gets this budget and
-            its own plan. A budget turns on torch's `expandable_segments`, unless PYTORCH_ALLOC_CONF is set.
+            its own plan. torch's `expandable_segments` are turned on, without a budget at the second size of a batch,
+            unless PYTORCH_ALLOC_CONF is set.
         host_memory: bytes of pinned host memory for activations that are offloaded under a budget, where copies are
             cheaper than recomputation. None: half of what is available; 0: none.
         offload_dir: folder for activations that do not fit in host memory. Each file is removed with its tensor.

@@ -9,7 +9,7 @@ from tunecompile.runtime.parts.host_embedding import HostEmbedding
 from tunecompile.runtime.parts.kernel_functions import KernelFunctions
 from tunecompile.runtime.parts.layers import Layers
 from tunecompile.runtime.parts.loss_head import LossHead
-from tunecompile.runtime.parts.memory import MemoryBudget, OomRecovery
+from tunecompile.runtime.parts.memory import GrowingSegments, MemoryBudget, OomRecovery
 from tunecompile.runtime.parts.parametrized import ParametrizedModules
 from tunecompile.runtime.parts.peft_functions import PeftFunctions
 from tunecompile.runtime.parts.quantized import QuantizedLinears
@@ -33,6 +33,7 @@ PARTS = (
     FusedHead,
     DenseWeights,
     MemoryBudget,
+    GrowingSegments,  # where no budget is
     BackgroundCode,  # not under a budget
     StepTelemetry,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "DenseWeights",
     "FirstStepCheck",
     "FusedHead",
+    "GrowingSegments",
     "HostEmbedding",
     "KernelFunctions",
     "Layers",
