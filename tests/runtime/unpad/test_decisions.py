@@ -16,7 +16,7 @@ from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad import decision as deciding
 from tunecompile.runtime.unpad import owner_slot
 from tunecompile.runtime.unpad import unpad as module
-from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, UnpadDecision, decide
+from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, UnpadDecision, decide, narrows
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_padding, windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.owner_call import LastCall, OwnerCall
@@ -65,6 +65,10 @@ def test_windows_by_the_layers_code():
 # -- decisions -----------------------------------------------------------------------------------------------------------
 
 
+def on_gpu(mask):
+    return types.SimpleNamespace(is_cuda=True, shape=mask.shape)
+
+
 @pytest.fixture
 def given(monkeypatch):
     """Labels of the running loss: those, or why they are not known."""
@@ -108,6 +112,19 @@ def test_decisions_for_documents(given):
     assert (looks.flat, looks.reason, looks.batches) == (None, "looks", PACKED)
     whole = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     assert decide(whole, (0,), Watch(), None) is AS_IT_COMES
+
+
+def test_whole_rows_in_a_window_are_documents_where_kernels_have_windows(given, monkeypatch):
+    """Unless somebody looks at hidden states: the mask says all of it then, and there is nothing to tell."""
+    whole = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    seen = whole.triu(-2)
+    assert decide(seen, (3, 0), Watch(), None) is AS_IT_COMES, "a CPU's have none"
+    monkeypatch.setattr(deciding, "narrows", lambda window, mask: narrows(window, on_gpu(mask)))
+    flat = decide(seen, (3, 0), Watch(), None).flat
+    assert flat.whole and flat.window == 3 and flat.shape == (2, 6)
+    assert decide(seen, (3, 0), Watch("looks"), None) is AS_IT_COMES
+    assert decide(whole, (3, 0), Watch(), None) is AS_IT_COMES
+    assert not narrows(6, on_gpu(seen)) and not narrows(0, on_gpu(seen))
     added = torch.where(whole, 0.0, torch.finfo(torch.float32).min)
     assert decide(added, (0,), Watch(), None).flat.whole, "written out it would be all scores"
     assert decide(added * 0.5, (0,), Watch(), None).reason.code == "masks-not-understood"

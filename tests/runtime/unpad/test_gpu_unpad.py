@@ -9,7 +9,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed, padded
 from tests.support.models.gpu import build, median
-from tests.support.notes import has
+from tests.support.notes import fell_back, has
 from tests.support.reports import flattened, told_apart
 from tunecompile.ops import varlen_attention
 
@@ -111,6 +111,26 @@ def test_packed_sequences_no_further_from_fp32_than_eager():
     assert told_apart(model) == 3
     region = tunecompile.report(model).regions[0]
     assert region.providers["varlen_attention: flash"] and region.compiles <= 2, region
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_whole_rows_in_a_window_read_no_mask(family):
+    """From the fourth step on masks are presumed. Full layers beside those with a window stay as they are."""
+    model = build(family, "lora", sliding_window=100, use_cache=False)
+    reference, plain = zoo.in_fp32(model), copy.deepcopy(model)
+    tunecompile.optimize(model)
+    for seed, length in enumerate([256] * 5 + [330, 192]):
+        inputs = {name: value.to("cuda") for name, value in zoo.batch(4099, 4, length, seed=seed).items()}
+        (_, exact), (_, eager), (_, ours) = (
+            zoo.step(reference, inputs),
+            zoo.step(plain, inputs, torch.bfloat16),
+            zoo.step(model, inputs, torch.bfloat16),
+        )
+        theirs, mine = zoo.errors(eager, exact), zoo.errors(ours, exact)
+        assert median(mine.values()) <= 1.02 * median(theirs.values())
+    assert sum(each.whole for each in model._tunecompile.paddings) == 7 and not fell_back(model)
+    region = tunecompile.report(model).regions[0]
+    assert region.providers["varlen_attention: flash"], region
 
 
 def test_full_precision_keeps_its_padding():

@@ -60,12 +60,14 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
     found = reading.documents
     if found is None:
         return UnpadDecision(reason=note("row-interrupted" if reading.interrupted else "masks-not-understood"))
-    if reading.full and not mask.is_floating_point() and not isinstance(mask, PairMask):
-        return AS_IT_COMES  # attention knows that it is causal, or reads the mask; written out it would be all scores
+    # attention knows that it is causal, or reads the mask; written out it would be all scores
+    reads = reading.full and not mask.is_floating_point() and not isinstance(mask, PairMask)
+    if reads and not narrows(found.window, mask):
+        return AS_IT_COMES
     if found.count == found.real.numel():
         reason = watch.reason()
         if reason:
-            return UnpadDecision(reason=reason, batches=PACKED)
+            return AS_IT_COMES if reads else UnpadDecision(reason=reason, batches=PACKED)
         flat = FlatBatch.of(found)
         flat.fills = MASK if mask.dim() == 1 else ""
         return UnpadDecision(flat)
@@ -74,6 +76,14 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
         reason = note("labels-at-padding")
     reason = reason or watch.reason(model)
     return UnpadDecision(reason=reason) if reason else UnpadDecision(FlatBatch.of(found))
+
+
+def narrows(window: int, mask: Tensor) -> bool:
+    """Whether a kernel with a window leaves out pairs that one with a mask [B, 1, T, T] computes.
+
+    A CPU's attention reads masks as fast, and has no windows.
+    """
+    return mask.is_cuda and 0 < window < mask.shape[-1]
 
 
 def refused_now(owner: nn.Module) -> Note | None:

@@ -76,7 +76,7 @@ class Presumptions:
             before: what was presumed of other masks in this call.
         """
         window, times = self.seen.get(layer, (0, 0))
-        if times < AFTER or self.surprises >= SURPRISES or not mask.is_floating_point() or several():
+        if times < AFTER or self.surprises >= SURPRISES or several():
             return None
         if not before and watch.reason() is not None:  # a look at all modules, and so the last question
             return None

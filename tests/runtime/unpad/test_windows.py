@@ -1,0 +1,81 @@
+"""Whole rows whose attention has a window, where kernels have windows, as a GPU's do: no layer reads a mask of bools."""
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.batches import padded
+from tests.support.compare import assert_same_flattened
+from tests.support.matrix.families import EMBEDDED
+from tests.support.models.pairs import pair
+from tests.support.reports import flattened
+from tests.support.rounding import Shapes, waited_for, whole
+from tunecompile.runtime.unpad import decision
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WINDOW = 6
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW, "num_hidden_layers": 2}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Those of a GPU have windows; a CPU's do not."""
+    monkeypatch.setattr(decision, "narrows", lambda window, mask: 0 < window < mask.shape[-1])
+
+
+def rows_of(model):
+    """How many batches ran whole, as documents."""
+    return sum(each.whole for each in model._tunecompile.paddings)
+
+
+@pytest.mark.parametrize(
+    "family, changes, kinds",
+    [
+        ("mistral", {"sliding_window": WINDOW, "num_hidden_layers": 2}, 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("gemma3", MIXED, 2),
+                ("qwen2", {**MIXED, "use_sliding_window": True}, 2),
+                ("gemma4", {**EMBEDDED, "sliding_window": WINDOW}, 4),  # some layers read keys of others
+                ("cohere2", MIXED, 2),
+            )
+        ),
+    ],
+)
+def test_they_run_as_documents(family, changes, kinds):
+    """Steps of one size, so that masks are presumed in the end; then others, with padding among them, and shorter rows."""
+    model, reference = pair(lambda: zoo.make(family, **{**changes, "use_cache": False}).double())
+    for seed in range(5):
+        assert_same_flattened(model, reference, zoo.batch(256, 2, 20, seed=seed), limit=1e-6)
+    for inputs in (whole(28, 3), padded(3, 25), whole(WINDOW), whole(35), whole(20)):
+        assert_same_flattened(model, reference, inputs, limit=1e-6)
+    assert rows_of(model) == 8 and flattened(model) == 1
+    assert tunecompile.report(model).compiles <= 3 * kinds, tunecompile.report(model)
+
+
+@pytest.mark.slow
+def test_full_layers_beside_them_are_rounded_up(monkeypatch):
+    """Those have no mask, and so another row of the same batch."""
+    waited_for(monkeypatch)
+    shapes = Shapes.of(monkeypatch)
+    model, reference = pair(lambda: zoo.make("gemma3", **MIXED, use_cache=False).double())
+    for length in (WINDOW - 1, WINDOW, 20, 23, 26, 29, 32):
+        assert_same_flattened(model, reference, whole(length), limit=1e-6)
+    assert rows_of(model) >= 5
+    assert any(shape[0] == 1 for _, shape in shapes.seen)
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_somebody_who_looks_gets_whole_rows(looks):
+    """And nothing is told of it: the mask says the same."""
+    model, reference = pair(lambda: zoo.make("mistral", sliding_window=WINDOW, num_hidden_layers=2, use_cache=False))
+    seen = []
+    for each in (model, reference) if looks else ():
+        each.model.layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape[:2]))
+    assert_same_flattened(model, reference, whole(20))
+    assert rows_of(model) == (not looks) and seen == [torch.Size([2, 20])] * 2 * looks
+    assert not [note for note in tunecompile.report(model).notes if note.code == "packing-kept"]
