@@ -34,14 +34,15 @@ _cudnn_attention = lookup("torch.ops.aten._scaled_dot_product_cudnn_attention")
 def grow_segments() -> bool:
     """Let torch's CUDA allocator map pages to segments that grow, which leaves less memory unused between blocks.
 
-    0.4 GiB instead of 1.0 under a budget of 10 GiB (8B, 4x2048). The user's configuration stands, and vLLM exports
-    memory to other processes in a way that requires whole segments (vllm#42609).
+    0.4 GiB instead of 1.0 under a budget of 10 GiB (8B, 4x2048). The user's configuration stands, vLLM exports memory
+    to other processes in a way that requires whole segments (vllm#42609), and on some of AMD's cards (gfx1201) such
+    memory gave NaN.
 
     Returns:
         Whether this call turned it on.
     """
     configured = any(os.environ.get(name) for name in _VARIABLES) or _configured()
-    if sys.platform != "linux" or configured or "vllm" in sys.modules or _configure is None:
+    if sys.platform != "linux" or torch.version.hip or configured or "vllm" in sys.modules or _configure is None:
         return False
     if torch.cuda.get_allocator_backend() != "native":
         return False
