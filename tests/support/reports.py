@@ -18,6 +18,12 @@ def told_apart(model: nn.Module) -> int:
     return _batches(model, "packed-without-mask")
 
 
+def as_documents(model: nn.Module) -> int:
+    """How many batches without padding ran as documents; and nothing fell back."""
+    assert not fell_back(model), tunecompile.report(model)
+    return sum(each.whole for each in model._tunecompile.paddings)
+
+
 def _batches(model: nn.Module, code: str) -> int:
     assert not fell_back(model), tunecompile.report(model)
     return next((note.fields["count"] for note in find(model, code)), 0)

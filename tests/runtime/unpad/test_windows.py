@@ -9,7 +9,7 @@ from tests.support.batches import padded
 from tests.support.compare import assert_same_flattened
 from tests.support.matrix.families import EMBEDDED
 from tests.support.models.pairs import pair
-from tests.support.reports import flattened
+from tests.support.reports import as_documents, flattened
 from tests.support.rounding import Shapes, waited_for, whole
 from tunecompile.runtime.unpad import decision
 
@@ -24,11 +24,6 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 def kernels(monkeypatch):
     """Those of a GPU have windows; a CPU's do not."""
     monkeypatch.setattr(decision, "narrows", lambda window, mask: 0 < window < mask.shape[-1])
-
-
-def rows_of(model):
-    """How many batches ran whole, as documents."""
-    return sum(each.whole for each in model._tunecompile.paddings)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +48,7 @@ def test_they_run_as_documents(family, changes, kinds):
         assert_same_flattened(model, reference, zoo.batch(256, 2, 20, seed=seed), limit=1e-6)
     for inputs in (whole(28, 3), padded(3, 25), whole(WINDOW), whole(35), whole(20)):
         assert_same_flattened(model, reference, inputs, limit=1e-6)
-    assert rows_of(model) == 8 and flattened(model) == 1
+    assert as_documents(model) == 8 and flattened(model) == 1
     assert tunecompile.report(model).compiles <= 3 * kinds, tunecompile.report(model)
 
 
@@ -65,7 +60,7 @@ def test_full_layers_beside_them_are_rounded_up(monkeypatch):
     model, reference = pair(lambda: zoo.make("gemma3", **MIXED, use_cache=False).double())
     for length in (WINDOW - 1, WINDOW, 20, 23, 26, 29, 32):
         assert_same_flattened(model, reference, whole(length), limit=1e-6)
-    assert rows_of(model) >= 5
+    assert as_documents(model) >= 5
     assert any(shape[0] == 1 for _, shape in shapes.seen)
 
 
@@ -77,5 +72,5 @@ def test_somebody_who_looks_gets_whole_rows(looks):
     for each in (model, reference) if looks else ():
         each.model.layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape[:2]))
     assert_same_flattened(model, reference, whole(20))
-    assert rows_of(model) == (not looks) and seen == [torch.Size([2, 20])] * 2 * looks
+    assert as_documents(model) == (not looks) and seen == [torch.Size([2, 20])] * 2 * looks
     assert not [note for note in tunecompile.report(model).notes if note.code == "packing-kept"]

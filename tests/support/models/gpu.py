@@ -33,6 +33,18 @@ def median(values) -> float:
     return sorted(values)[len(values) // 2]
 
 
+def assert_no_further(ours, eager, exact, limit: float = 1.25) -> None:
+    """Gradients of a step are as near to those of fp32 as eager's: the median parameter's, and any one's within `limit`.
+
+    Each step is (loss, gradients by name).
+    """
+    theirs, mine = zoo.errors(eager[1], exact[1]), zoo.errors(ours[1], exact[1])
+    assert median(mine.values()) <= 1.02 * median(theirs.values())
+    floor = torch.finfo(torch.bfloat16).eps
+    worst = max(mine, key=lambda name: mine[name] / max(theirs[name], floor))
+    assert mine[worst] / max(theirs[worst], floor) < limit, (worst, mine[worst], theirs[worst])
+
+
 def pooled(errors: Iterable[dict[str, float]]) -> dict[str, float]:
     """The root mean square of each parameter's errors in several batches, over all layers.
 

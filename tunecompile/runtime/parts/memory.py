@@ -10,7 +10,7 @@ from tunecompile.planner.device_memory import shown
 from tunecompile.runtime.layers.dynamic_shapes import tensors_in
 from tunecompile.runtime.memory.across_ranks import RankPlans
 from tunecompile.runtime.memory.oom_recovery import Recovery, sharded
-from tunecompile.runtime.memory.per_device import make_budgets
+from tunecompile.runtime.memory.per_device import by_device, make_budgets
 from tunecompile.runtime.model_state import ModelCall, Part, State
 
 
@@ -88,7 +88,7 @@ class GrowingSegments(Part):
             self.first = shapes
         elif shapes != self.first:
             self.done = True
-            on_gpu = any(slot.device is not None and slot.device.type == "cuda" for slot in state.slots)
+            on_gpu = any(device.type == "cuda" for device in by_device(state.slots))
             if on_gpu and grow_segments():
                 torch.cuda.empty_cache()  # what the first size left
 

@@ -60,7 +60,7 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
     found = reading.documents
     if found is None:
         return UnpadDecision(reason=note("row-interrupted" if reading.interrupted else "masks-not-understood"))
-    # attention knows that it is causal, or reads the mask; written out it would be all scores
+    # such attention knows that it is causal, or reads the mask; written out it would be all scores
     reads = reading.full and not mask.is_floating_point() and not isinstance(mask, PairMask)
     if reads and not narrows(found.window, mask):
         return AS_IT_COMES
