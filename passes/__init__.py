@@ -43,6 +43,7 @@ PIPELINE = [
     recognize.linear_cross_entropy,  # widest first: a narrow rewrite must not eat a wide one's anchor
     recognize.document_attention,
     recognize.attention,  # what is left of it, under masks that are not of documents
+    recognize.causal_attention,  # what torch has no fast kernel for, without a mask
     recognize.experts,
     recognize.expert_rows,
     recognize.expert_biases,

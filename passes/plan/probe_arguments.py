@@ -56,6 +56,11 @@ def _attention(draw: _Draw) -> list:
     return [q, k, v, offsets, 37, 0.125, 0, None, True, 30.0]
 
 
+def _causal_attention(draw: _Draw) -> list:
+    """Two rows, and two heads that share a key."""
+    return [*(draw.normal(2, 70, heads, 64).transpose(1, 2) for heads in (2, 1, 1)), 0.125]
+
+
 def _delta_rule(draw: _Draw) -> list:
     """A chunk and a half."""
     q, k, v = (draw.normal(1, 96, 2, 64) for _ in range(3))
@@ -155,6 +160,7 @@ ARGUMENTS: dict[str, Callable[[_Draw], list]] = {
     "dequantize_4bit": _nf4,
     "dequantize_mxfp4": _mxfp4,
     "varlen_attention": _attention,
+    "causal_attention": _causal_attention,
     "gated_delta_rule": _delta_rule,
     "channel_delta_rule": _channel_rule,
     "selective_scan": _selective_scan,

@@ -2,6 +2,7 @@
 
 from tunecompile.passes.recognize.add_rms_norm import PASS as add_rms_norm
 from tunecompile.passes.recognize.attention import PASS as attention
+from tunecompile.passes.recognize.causal_attention import PASS as causal_attention
 from tunecompile.passes.recognize.document_attention import PASS as document_attention
 from tunecompile.passes.recognize.dora import PASS as dora
 from tunecompile.passes.recognize.experts import (
@@ -28,6 +29,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "causal_attention",
     "document_attention",
     "dora",
     "expert_biases",

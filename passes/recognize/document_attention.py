@@ -4,10 +4,8 @@ Padded and packed batches reach a layer as one row of documents, and images reac
 mask is the op `document_mask`. Attention that reads it, and does nothing else with it, is replaced.
 """
 
-import operator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
@@ -16,11 +14,13 @@ from tunecompile.compiler.attention_calls import (
     attention_calls,
     document_mask_of,
     leave_out_weights,
+    unrepeated,
+    views_behind,
 )
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.compiler.token_wise.graph import not_by_documents
 from tunecompile.ir.canonicalize import value
-from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed, node_arg
+from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
 from tunecompile.ops import varlen_attention
 
@@ -42,7 +42,8 @@ def run(graph: Graph, context: Context) -> None:
             tally.refuse(f"{_FAMILY}: {reason}{where_from(node)}")
             continue
         leave_out_weights(graph, found)
-        erase_dead(graph, [node, *found.inside, *_chain(call.mask), *_chain(call.key), *_chain(call.value)])
+        views = (view for given in (call.mask, call.key, call.value) for view in views_behind(given))
+        erase_dead(graph, [node, *found.inside, *views])
         tally.rewrote(f"{_FAMILY}{where_from(node)}")
     if tally.found:
         context.tallies.append(tally)
@@ -73,37 +74,6 @@ def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> 
     bound = {"query": call.query, "key": key, "value": val, "offsets": offsets, "longest": longest}
     bound["sinks"] = call.sinks
     return replace(graph, (node,), by_documents, bound)
-
-
-def unrepeated(node: Node) -> Node:
-    """Keys or values before their heads were repeated for grouped queries; else the node itself.
-
-    [1, K, N, D] -> [1, K, 1, N, D] -> [1, K, r, N, D] -> [1, K * r, N, D]
-    """
-    expanded = node_arg(node, 0) if node.op == "call_method" and node.target == "reshape" else None
-    if expanded is None or expanded.op != "call_method" or expanded.target != "expand":
-        return node
-    apart = node_arg(expanded, 0)
-    if apart is None or apart.target is not operator.getitem:
-        return node
-    heads = node_arg(apart, 0)
-    if heads is None or not isinstance(value(heads), torch.Tensor):
-        return node
-    shape, wide, out = value(heads).shape, value(expanded).shape, value(node).shape
-    whole = (slice(None), slice(None), None, slice(None), slice(None))
-    if len(shape) != 4 or len(wide) != 5 or len(out) != 4 or tuple(apart.args[1]) != whole:
-        return node
-    kept = (wide[0], wide[1], wide[3], wide[4]) == tuple(shape) and out[1] == shape[1] * wide[2]
-    return heads if kept and (out[0], *out[2:]) == (shape[0], *shape[2:]) else node
-
-
-def _chain(node: Any) -> list[Node]:
-    """A node, and the nodes of which it is a view."""
-    found = []
-    while isinstance(node, Node) and node.op != "placeholder" and len(found) < 4:
-        found.append(node)
-        node = node_arg(node, 0)
-    return found
 
 
 PASS = Pass(_FAMILY, "recognize", run, provides=frozenset({_FAMILY}))

@@ -14,6 +14,7 @@ from tunecompile.compiler import attention_backend, tuning_cache
 from tunecompile.compiler import backend as backend_module
 from tunecompile.compiler.attention_backend import AttentionCall, rank
 from tunecompile.compiler.backend import Backend
+from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.passes import PIPELINE
 from tunecompile.planner.device_memory import CudaGauge
 
@@ -245,11 +246,12 @@ def test_the_timer_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices, fork=torch.random.fork_rng: fork([]))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     state = torch.get_rng_state()
-    for mask in (None, ((1, 1, 6, 6), "bool"), ((6, 6), "bfloat16")):
+    masked = [("math", mask) for mask in (None, ((1, 1, 6, 6), "bool"), ((6, 6), "bfloat16"))]
+    for backend, mask in [*masked, ("blocks", None)]:
         call = AttentionCall(1, 4, 2, 6, 6, 8, 8, "bfloat16", mask is None, mask, False)
         with torch._subclasses.FakeTensorMode(), torch.no_grad(), torch.autocast("cpu", torch.float16):
             marks.clear()
-            assert attention_backend.time_on_gpu(call, "math", torch.device("cpu")) == 1.0
+            assert attention_backend.time_on_gpu(call, backend, torch.device("cpu")) == 1.0
         begin, end = marks[:2]
         assert begin is not end and marks == [begin, end] * (1 + attention_backend.RUNS), (
             "one call ahead is not counted"
@@ -340,3 +342,55 @@ def test_what_a_measurement_may_take_is_free_or_cached(monkeypatch):
     monkeypatch.setattr(CudaGauge, "available", lambda self: 10)
     monkeypatch.setattr(CudaGauge, "allocated", lambda self: 3)
     assert FREE_BYTES(CUDA) == 7
+
+
+WIDE = replace(CALL, head_dim=512, value_dim=512)
+
+
+def test_blocks_are_a_candidate_for_wide_heads_alone():
+    choice = decide(clock := Clock(efficient=4.0, blocks=1.0), call=WIDE)
+    assert clock.asked == ["cudnn", "flash", "efficient", "blocks"]
+    assert choice.times == (("blocks", 1.0), ("efficient", 4.0)) and choice.rate == WIDE.sample().flops
+    assert choice.order == ("efficient", "cudnn", "flash", "math")  # for calls that are not causal
+    assert "blocks 1.00 ms, efficient 4.00 ms" in str(choice.why)
+    attention_backend.decide.cache_clear()
+    decide(clock := Clock(), call=WIDE)
+    assert not clock.asked  # read
+    for change in (
+        {"head_dim": 256, "value_dim": 256},
+        {"value_dim": 256},
+        {"causal": False},
+        {"kv_length": 4096},
+        {"dropout": True},
+        {"dtype": "float32"},
+        {"causal": False, "mask": ((4, 1, 2048, 2048), "bool")},
+    ):
+        decide(clock := Clock(efficient=4.0, blocks=1.0), call=replace(WIDE, **change))
+        assert "blocks" not in clock.asked, change
+    decide(clock := Clock(efficient=4.0, blocks=1.0), call=WIDE, enabled=("flash", "efficient", "math"))
+    assert "blocks" not in clock.asked  # their user asked for these
+
+
+@pytest.mark.parametrize(
+    "times, takes", [((4.0, 1.0), True), ((1.0, 4.0), False), ((None, 4.0), True), ((4.0, None), False)]
+)
+def test_blocks_are_taken_where_they_are_the_fastest(monkeypatch, times, takes):
+    (node,) = attention_backend._nodes(capture(lambda q: attention(q, q, q, is_causal=True), torch.randn(1, 2, 8, 4)))
+    clock = Clock(**{name: ms for name, ms in zip(("efficient", "blocks"), times) if ms is not None})
+    monkeypatch.setattr(attention_backend, "time_on_gpu", clock)
+    monkeypatch.setattr(attention_backend, "_call", lambda node: (WIDE, CUDA))
+    monkeypatch.setattr(attention_backend, "_enabled", lambda device: attention_backend.DEFAULT)
+    assert attention_backend.takes_blocks(node) is takes
+    asked = len(clock.asked)
+    assert attention_backend.takes_blocks(node) is takes and len(clock.asked) == asked
+    monkeypatch.setattr(attention_backend, "_call", lambda node: (CALL, CUDA))
+    assert not attention_backend.takes_blocks(node) and len(clock.asked) == asked
+
+
+def test_without_a_gpu_nothing_is_measured():
+    (node,) = attention_backend._nodes(
+        capture(lambda q: attention(q, q, q, is_causal=True), torch.randn(1, 2, 8, 512, dtype=torch.bfloat16))
+    )
+    assert not attention_backend.takes_blocks(node)
+    with as_on_gpu():
+        assert attention_backend.takes_blocks(node)

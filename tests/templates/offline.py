@@ -166,6 +166,7 @@ if __name__ == "__main__":
         swiglu,
     )
     from tunecompile.templates.attention import backward_pass as attention_backward
+    from tunecompile.templates.attention import causal_softmax
     from tunecompile.templates.attention import forward_pass as attention_forward
     from tunecompile.templates.recurrent import selective_scan
     from tunecompile.templates.recurrent.channel_rule import backward_pass as channel_backward
@@ -199,6 +200,7 @@ if __name__ == "__main__":
         layer_norm,
         attention_forward,
         attention_backward,
+        causal_softmax,
         adapters,
     )
     what, *rest = sys.argv[1:]

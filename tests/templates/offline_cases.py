@@ -25,6 +25,7 @@ def cases(
     layer_norm,
     attention,
     attention_backward,
+    causal_softmax,
     adapters,
 ):
     """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
@@ -114,6 +115,7 @@ def cases(
     )
     ends, numbers, sums = e(5, dtype=torch.int32), e(200, dtype=torch.int32), e(1, 200, 32, dtype=torch.float32)
     keys, walked = e(1, 200, 32, 128), e(1, 4, 32, 128, 128)
+    scores = e(2, 64, 2048, dtype=torch.float32)  # of two heads' 32 queries each
     documents, level = [e(64, 16, 256), e(64, 8, 256), e(64, 8, 256)], e(16, 64, dtype=torch.float32)
     order, offsets, table = e(512, dtype=torch.int64), e(128, dtype=torch.int32), e(133, 4, dtype=torch.int32)
     tokens, stack, xa, ups = e(64, 2048), e(128, 1536, 2048), e(512, 16), e(128, 16, 1536)
@@ -198,6 +200,11 @@ def cases(
                 ("queries", attention_backward.gradients_of_queries),
             )
         },
+        "causal_softmax": (lambda scores: causal_softmax.softmax(scores, 2016, 32, 0.06, torch.bfloat16), [scores]),
+        "causal_softmax_backward": (
+            lambda *given: causal_softmax.softmax_backward(*given, 2016, 32, 0.06, torch.bfloat16),
+            [scores, scores, scores[..., 0].contiguous(), scores[..., 0].contiguous()],
+        ),
         "layer_norm_backward": (
             lambda g, x, w, r: layer_norm.backward(g, x, w, residual_grad=r, need_parameter_grads=True),
             [x, x, w, x],

@@ -70,6 +70,8 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         **dict.fromkeys(["attention", "attention_wide"], ["logsumexp", "out"]),
         "attention_keys": ["dk", "dv"],
         "attention_queries": ["dq"],
+        "causal_softmax": ["logsumexp", "sums", "weights"],
+        "causal_softmax_backward": ["dscores", "weights"],
         "layer_norm_backward": ["dbias", "dweight", "dx"],
         "fp8_quantize": ["out", "scales"],
         "fp8_quantize_wide": ["out", "scales"],

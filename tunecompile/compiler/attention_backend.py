@@ -1,5 +1,8 @@
 """The kernel that computes `F.scaled_dot_product_attention`: measured once a shape, on this GPU, and cached on disk.
 
+Heads that are too wide for cuDNN and flash have one of ours to choose beside torch's, `BLOCKS`. It is no backend of
+torch's: a pass puts it in the place of calls for which it is the fastest.
+
 torch takes the first backend of an order that supports the call. The order is fixed while the graph is traced, so
 nothing is paid at run time. cuDNN is 1.7 to 1.9 times faster than flash on Hopper at long sequences; elsewhere it need
 not be. Only backends that the user left enabled are considered.
@@ -31,9 +34,15 @@ from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.compiler import tuning_cache
 from tunecompile.compiler.attention_calls import attention_arguments, document_mask_of
 from tunecompile.ir.canonicalize import value
+from tunecompile.ir.eager_call import by_provider
+from tunecompile.ir.op import HALF, has_triton
+from tunecompile.ir.pretend_gpu import pretending
 from tunecompile.notes import Note, note
+from tunecompile.ops import causal_attention
 from tunecompile.planner.device_memory import CudaGauge
 
+BLOCKS = "blocks"  #: the op `causal_attention`
+WIDEST = 256  #: columns of heads that cuDNN and flash take
 DEFAULT = ("cudnn", "flash", "efficient", "math")  #: the order where nothing is measured
 SAME = 1.03  #: times within this factor are equal, and the default order decides in place of noise
 RUNS = 5  #: timed runs of a backend
@@ -59,6 +68,13 @@ class AttentionCall:
     causal: bool
     mask: tuple[tuple[int, ...], str] | None  #: (shape, dtype)
     dropout: bool
+
+    @property
+    def fits_blocks(self) -> bool:
+        """Whether `causal_attention` computes it, and torch's faster kernels do not."""
+        square = (self.length, self.head_dim) == (self.kv_length, self.value_dim)
+        plain = self.causal and self.mask is None and not self.dropout
+        return square and plain and self.head_dim > WIDEST and getattr(torch, self.dtype) in HALF and has_triton()
 
     @property
     def work(self) -> int:
@@ -97,9 +113,9 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The order in which torch tries its backends, and where it comes from."""
+    """The order in which torch tries its backends, what is faster than these, and where it comes from."""
 
-    order: tuple[str, ...]
+    order: tuple[str, ...]  #: without `BLOCKS`
     why: Note | None  #: for the report; None where there is no call
     times: tuple[
         tuple[str, float], ...
@@ -148,6 +164,7 @@ def decide(
     flash: the implementation that torch uses for its flash backend; None for its own.
     """
     candidates, whole, call = [name for name in enabled if name != "math"], call, call.sample()
+    candidates += [BLOCKS] * (call.fits_blocks and enabled == DEFAULT)
     key = {**tuning_cache.machine(device), "flash": flash, "backends": candidates, **_jsonable(asdict(call))}
     sound = functools.partial(_sound, candidates)
     times, origin = tuning_cache.read("attention", key, sound), "measured before"
@@ -163,13 +180,25 @@ def decide(
             gc.collect()
             why = f"{type(error).__name__}: {reason}"
             return KernelChoice(enabled, note("attention-not-measured", str(whole), why, kernel=enabled[0]))
-    ranked = rank(times, enabled)
+    ranked = rank(times, (*enabled, BLOCKS))
     timed: list[tuple[str, float]] = [(name, times[name]) for name in ranked if name in times]
     found = ", ".join(f"{name} {ms:.2f} ms" for name, ms in timed) or "no fused kernel supports it"
     origin += f" on {call.heads} of them" * (call != whole)
     rate = call.flops / timed[0][1] if timed else None
     why = note("attention-measured", str(whole), found, origin=origin)
-    return KernelChoice(ranked, why, tuple(timed), rate)
+    return KernelChoice(tuple(name for name in ranked if name != BLOCKS), why, tuple(timed), rate)
+
+
+def takes_blocks(node: Node) -> bool:
+    """Whether `causal_attention` is the fastest for a call, or nothing can be measured where a GPU is stood in for."""
+    found = _call(node)
+    if found is None or not found[0].fits_blocks or torch.are_deterministic_algorithms_enabled():
+        return False
+    call, device = found
+    if device.type != "cuda":
+        return pretending()
+    times = decide(call, device, _enabled(device), current_flash_attention_impl(), time_on_gpu).times
+    return bool(times) and times[0][0] == BLOCKS
 
 
 def rank(times: dict[str, float], default: tuple[str, ...]) -> tuple[str, ...]:
@@ -221,24 +250,22 @@ def time_on_gpu(call: AttentionCall, backend: str, device: torch.device) -> floa
         torch.random.fork_rng([device]),
         torch.enable_grad(),
         outside_compilation(),
-        attention_order([backend]),
+        attention_order([name for name in DEFAULT if backend in (name, BLOCKS)]),
     ):
         inputs, grad, mask = _tensors(call, device)
         query, key, value = inputs
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
+        def attend() -> torch.Tensor:
+            if backend == BLOCKS:
+                return by_provider(causal_attention, query, key, value, call.head_dim**-0.5)[0]
+            dropout, shared = 0.1 if call.dropout else 0.0, call.heads != call.kv_heads
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout, call.causal, enable_gqa=shared)
+
         def run() -> float:
             occupy_gpu()  # the launches that follow queue up behind it: kernels are timed, not the host
             begin.record()
-            out = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                mask,
-                0.1 if call.dropout else 0.0,
-                call.causal,
-                enable_gqa=call.heads != call.kv_heads,
-            )
+            out = attend()
             torch.autograd.grad(out, inputs, grad)
             end.record()
             end.synchronize()

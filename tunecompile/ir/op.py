@@ -128,6 +128,8 @@ class Op:
     #: an op that computes the first output tile by tile; it takes `tiles` besides, and saves only its arguments
     tiled: Op | None = None
     large: bool = False  #: whether the reference takes far more memory than providers do
+    #: takes the op's arguments; bytes that its providers have in memory beside results while they run
+    room: Callable[..., int] | None = None
 
     @property
     def overload(self) -> torch._ops.OpOverload:

@@ -5,6 +5,7 @@ Each function defines what its op computes. The backward is a separate op in the
 `tunecompile.op` documents how an op is made."""
 
 from tunecompile.ops.attention import document_mask, varlen_attention
+from tunecompile.ops.causal_attention import causal_attention
 from tunecompile.ops.dora import adapted_norm
 from tunecompile.ops.experts import (
     adapted_stack,
@@ -34,6 +35,7 @@ __all__ = [
     "adapted_stack",
     "add_layer_norm",
     "add_rms_norm",
+    "causal_attention",
     "channel_delta_rule",
     "clamped_gate",
     "collect_rows",

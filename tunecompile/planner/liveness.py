@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tunecompile._torch.fake_tensors import size_hint
-from tunecompile.ir.op import aten_name, returns_view
+from tunecompile.ir.op import OPS, aten_name, returns_view
 from tunecompile.ir.pretend_gpu import on_gpu
 
 _FUSED = (
@@ -144,12 +144,14 @@ def _take_over(
 
 
 def workspace(node: Node) -> int:
-    """Bytes that a vendor's kernel needs beside its results while it runs.
+    """Bytes that a vendor's kernel, or a provider of an op, needs beside its results while it runs.
 
     The backward of attention sums dq in fp32, and makes dk and dv for every head of q before it adds them up. (cuDNN
     with 32 heads of q and 8 of k: 5 times q.)
     """
-    name = aten_name(node.target)
+    op, name = OPS.get(node.target), aten_name(node.target)
+    if op is not None and op.room is not None:
+        return op.room(*torch.fx.map_arg(node.args, lambda given: given.meta["val"]))
     if not ("attention" in name and "backward" in name):
         return 0
     tensors = [

@@ -5,6 +5,8 @@ from tunecompile.compiler.attention_calls.calls import (
     attention_calls,
     causal_calls,
     document_mask_of,
+    unrepeated,
+    views_behind,
 )
 from tunecompile.compiler.attention_calls.found import LOWEST, AttentionArguments, FoundAttention, Term
 from tunecompile.compiler.attention_calls.weights import leave_out_weights
@@ -20,5 +22,7 @@ __all__ = [
     "causal_calls",
     "document_mask_of",
     "leave_out_weights",
+    "unrepeated",
+    "views_behind",
     "written_out_attention",
 ]

@@ -16,10 +16,11 @@ from tunecompile.compiler.attention_calls.found import LOWEST, AttentionArgument
 from tunecompile.compiler.attention_calls.reading import calls, casts
 from tunecompile.compiler.attention_calls.written_out import read_written_out, written_out_attention
 from tunecompile.ir.canonicalize import value
+from tunecompile.ir.nodes import node_arg
 from tunecompile.ir.op import HALF
 from tunecompile.ops import document_mask
 
-__all__ = ["attention_arguments", "attention_calls", "causal_calls", "document_mask_of"]
+__all__ = ["attention_arguments", "attention_calls", "causal_calls", "document_mask_of", "unrepeated", "views_behind"]
 
 
 _NAMES = {"attn_mask": "mask", "dropout_p": "dropout", "is_causal": "causal"}
@@ -109,3 +110,34 @@ def document_mask_of(mask: Any) -> Node | None:
             return None
         mask = mask.args[0]
     return mask if isinstance(mask, Node) else None
+
+
+def unrepeated(node: Node) -> Node:
+    """Keys or values before their heads were repeated for grouped queries; else the node itself.
+
+    [B, K, N, D] -> [B, K, 1, N, D] -> [B, K, r, N, D] -> [B, K * r, N, D]
+    """
+    expanded = node_arg(node, 0) if node.op == "call_method" and node.target == "reshape" else None
+    if expanded is None or expanded.op != "call_method" or expanded.target != "expand":
+        return node
+    apart = node_arg(expanded, 0)
+    if apart is None or apart.target is not operator.getitem:
+        return node
+    heads = node_arg(apart, 0)
+    if heads is None or not isinstance(value(heads), torch.Tensor):
+        return node
+    shape, wide, out = value(heads).shape, value(expanded).shape, value(node).shape
+    whole = (slice(None), slice(None), None, slice(None), slice(None))
+    if len(shape) != 4 or len(wide) != 5 or len(out) != 4 or apart.args[1] != whole:
+        return node
+    kept = (wide[0], wide[1], wide[3], wide[4]) == tuple(shape) and out[1] == shape[1] * wide[2]
+    return heads if kept and (out[0], *out[2:]) == (shape[0], *shape[2:]) else node
+
+
+def views_behind(node: Any) -> list[Node]:
+    """A node, and the nodes of which it is a view."""
+    found = []
+    while isinstance(node, Node) and node.op != "placeholder" and len(found) < 4:
+        found.append(node)
+        node = node_arg(node, 0)
+    return found

@@ -1,0 +1,34 @@
+"""Heads of 512, which vendors' fast kernels do not take, compiled for real in lengths that change, and recorded."""
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.models.gpu import assert_no_further
+from tests.support.notes import EAGER, find
+from tunecompile.compiler.attention_backend import BLOCKS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+
+
+def wide():
+    changes = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64, "num_hidden_layers": 2}
+    model = zoo.make("gemma4", **changes, global_head_dim=512, use_cache=False).to("cuda", torch.bfloat16)
+    return zoo.adapt(model, r=8)
+
+
+def test_no_further_from_fp32_than_eager():
+    """The same shape again and again is replayed at last; scores of the longest come in two blocks."""
+    model, eager = wide(), wide()
+    reference = zoo.in_fp32(model)
+    tunecompile.optimize(model)
+    shapes = [(2, 1536), (2, 1536), (3, 200), (2, 1536), (1, 1100), (2, 1536), (2, 1536)]
+    for seed, shape in enumerate(shapes):
+        inputs = zoo.batch(256, *shape, "cuda", seed=seed)
+        assert_no_further(*(zoo.step(each, inputs) for each in (model, eager, reference)))
+    report = tunecompile.report(model)
+    assert sum(each.rewritten for each in report.matches if each.family == "causal_attention") == 2, report
+    assert not find(model, *EAGER), report
+    assert any(BLOCKS in str(each) for each in report.notes), report
+    assert report.compiles <= 4, report

@@ -1,0 +1,262 @@
+"""Causal attention of heads that are too wide for vendors' fused kernels, in blocks of queries.
+
+A block's scores are in memory while it is worked on, in fp32, and no longer: memory rises with a row's length, not with
+its square. That is more traffic than scores in registers cost (FlashAttention, arXiv:2205.14135), and torch's products
+make up for it where heads fill the registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunecompile._torch.card import AMPERE, older_than
+from tunecompile._torch.fake_tensors import size_hint
+from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.notes import Note, note
+
+__all__ = ["causal_attention", "causal_attention_backward"]
+
+SCORES = 32 << 20  #: that are in memory at a time
+QUERIES = 1024  #: of a block: its last keys are half masked, and each block adds to the gradients of all keys before it
+ROWS = 256  #: of a product, below which it does not pay to have fewer scores in memory
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return _new(q), q.new_empty(q.shape[:3], dtype=wide)
+
+
+def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+    return [_new(q), _new(k), _new(v)]
+
+
+def _new(x: Tensor) -> Tensor:
+    """An empty tensor [B, H, T, D] as this, its heads next to each other in memory, as projections read them."""
+    rows, heads, length, width = x.shape
+    return x.new_empty(rows, length, heads, width).transpose(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """[B, H, T, T] in the dtype of the arithmetic, minus infinity where a query does not see a key."""
+    place = torch.arange(q.shape[2], device=q.device)
+    return (_wide(q) @ _of_each(k, q).mT * scale).masked_fill(place[:, None] < place, float("-inf"))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _of_each(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values for each head of q, in the dtype of the arithmetic."""
+    return _wide(x).repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _narrow(x: Tensor, like: Tensor) -> Tensor:
+    """[B, H, T, D], laid out as `_new`; heads that share a key are summed."""
+    shared = x.shape[1] // like.shape[1]
+    summed = x if shared == 1 else x.unflatten(1, (-1, shared)).sum(2)
+    return summed.to(like.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@op(cost=Cost.MATMUL, shapes=_shapes)
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v, where each token attends to itself and earlier tokens of its row.
+
+    Args:
+        q: queries [B, H, T, D], any floating dtype. Arithmetic is in fp32, in fp64 for fp64.
+        k: keys [B, K, T, D], where the number of heads K divides H: each is shared by H / K heads of q.
+        v: values, [B, K, T, D].
+        scale: of the scores, mostly 1 / sqrt(D).
+
+    Returns:
+        (out, logsumexp): out as q, the heads of a token next to each other in memory; the logsumexp of scores,
+        [B, H, T] in the dtype of the arithmetic, which gets no gradient."""
+    scores = _scores(q, k, scale)
+    logsumexp = scores.logsumexp(-1)
+    return _narrow((scores - logsumexp[..., None]).exp() @ _of_each(v, q), q), logsumexp
+
+
+@causal_attention.backward(
+    saves=("q", "k", "v", "scale", "out0", "out1"), gives=("q", "k", "v"), shapes=_backward_shapes
+)
+def causal_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, out0: Tensor, out1: Tensor
+) -> list[Tensor]:
+    """Return the gradients of `causal_attention`; probabilities are recomputed from the logsumexp (arXiv:2205.14135).
+
+    Args:
+        grad: of out, [B, H, T, D] in its dtype.
+        out0: out, as `causal_attention` returned it.
+        out1: the logsumexp, [B, H, T]. The others are those of `causal_attention`.
+
+    Returns:
+        [dq, dk, dv], in shape, dtype and order in memory as out.
+    """
+    weights, grad = (_scores(q, k, scale) - out1[..., None]).exp(), _wide(grad)
+    dweights = grad @ _of_each(v, q).mT
+    dscores = weights * (dweights - (grad * _wide(out0)).sum(-1, keepdim=True)) * scale
+    made = dscores @ _of_each(k, q), dscores.mT @ _wide(q), weights.mT @ grad
+    return [_narrow(x, like) for x, like in zip(made, (q, k, v))]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How many rows, heads of keys and queries are worked on at a time."""
+
+    rows: int
+    heads: int
+    queries: int
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor) -> Blocks:
+        """For queries [B, H, T, D] and keys [B, K, T, D]: as many queries as pay, and then rows and heads."""
+        _, kinds, length = map(size_hint, k.shape[:3])
+        shared, queries = size_hint(q.shape[1]) // kinds, min(length, QUERIES)
+        while queries > 1 and shared * queries > ROWS and shared * queries * length > SCORES:
+            queries = -(-queries // 2)
+        room = max(1, SCORES // max(1, shared * queries * length))
+        return Blocks(max(1, room // kinds), min(room, kinds), queries)
+
+    def parts(self, k: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Rows and heads of keys, part by part."""
+        for row in range(0, k.shape[0], self.rows):
+            for head in range(0, k.shape[1], self.heads):
+                yield slice(row, row + self.rows), slice(head, min(head + self.heads, k.shape[1]))
+
+    def scores(self, q: Tensor, k: Tensor) -> int:
+        """How many are in memory at a time."""
+        rows, kinds, length = map(size_hint, k.shape[:3])
+        shared = size_hint(q.shape[1]) // kinds
+        return min(self.rows, rows) * self.heads * shared * self.queries * length
+
+
+def _room(q: Tensor, k: Tensor, *_: Any) -> int:
+    """Bytes beside the results of `causal_attention_in_blocks`: scores, their softmax, and what is copied for it."""
+    blocks = Blocks.of(q, k)
+    copied = 3 * blocks.rows * blocks.heads * size_hint(k.shape[2]) * size_hint(k.shape[3])
+    return blocks.scores(q, k) * (4 + q.element_size()) + copied * q.element_size()
+
+
+def _backward_room(grad: Tensor, q: Tensor, k: Tensor, *_: Any) -> int:
+    """The same of the backward, which sums the gradients of keys and values in fp32."""
+    blocks = Blocks.of(q, k)
+    summed = 2 * blocks.rows * blocks.heads * size_hint(k.shape[2]) * size_hint(k.shape[3])
+    return 2 * blocks.scores(q, k) * (4 + q.element_size()) + summed * (4 + q.element_size())
+
+
+@op(cost=Cost.MATMUL, opaque=True, shapes=_shapes)
+def causal_attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return what `causal_attention` does, on a GPU: as one call, since its steps depend on a row's length.
+
+    Args:
+        q, k, v, scale: those of `causal_attention`, in fp16 or bf16.
+
+    Returns:
+        (out, logsumexp), as `causal_attention`.
+    """
+    from tunecompile.templates.attention import causal_softmax as template
+
+    blocks, (out, logsumexp), shared, length = Blocks.of(q, k), _shapes(q, k, v), q.shape[1] // k.shape[1], q.shape[2]
+    for rows, kinds in blocks.parts(k):
+        heads = slice(kinds.start * shared, kinds.stop * shared)
+        keys, values = (x[rows, kinds].flatten(0, 1) for x in (k, v))
+        for first in range(0, length, blocks.queries):
+            end = min(first + blocks.queries, length)
+            where = rows, heads, slice(first, end)
+            scores = _product(_together(q[where], shared), keys[:, :end].mT)
+            weights, sums, level = template.softmax(scores, first, end - first, scale, q.dtype)
+            made = _product(weights, values[:, :end]).div_(sums[..., None])
+            out[where] = made.view(out[where].shape)
+            logsumexp[where] = level.view(logsumexp[where].shape)
+    return out, logsumexp
+
+
+@op(cost=Cost.MATMUL, opaque=True, shapes=_backward_shapes)
+def causal_attention_in_blocks_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, out0: Tensor, out1: Tensor
+) -> list[Tensor]:
+    """Return what `causal_attention_backward` does, on a GPU.
+
+    Args:
+        grad, q, k, v, scale, out0, out1: those of `causal_attention_backward`, in fp16 or bf16 but for out1.
+
+    Returns:
+        As `causal_attention_backward`.
+    """
+    blocks, made, shared = Blocks.of(q, k), _backward_shapes(grad, q, k, v), q.shape[1] // k.shape[1]
+    dq, *dkv = made
+    for rows, kinds in blocks.parts(k):
+        heads = slice(kinds.start * shared, kinds.stop * shared)
+        keys, values = (x[rows, kinds].flatten(0, 1) for x in (k, v))
+        summed: list[Tensor] = []
+        for first in reversed(range(0, q.shape[2], blocks.queries)):  # the last one sees all keys
+            end = min(first + blocks.queries, q.shape[2])
+            where = rows, heads, slice(first, end)
+            given = [_together(x[where], shared) for x in (q, grad, out0)]
+            weights, dscores = _softmax_backward(*given, keys[:, :end], values[:, :end], scale, out1[where], first)
+            dq[where] = torch.bmm(dscores, keys[:, :end]).view(dq[where].shape)
+            parts = [_product(dscores.mT, given[0]), _product(weights.mT, given[1])]
+            if summed:
+                parts = [x[:, :end].add_(part) for x, part in zip(summed, parts)]
+            summed = summed or parts
+        for x, into in zip(summed, dkv):
+            into[rows, kinds] = x.view(into[rows, kinds].shape)
+    return made
+
+
+def _softmax_backward(
+    queries: Tensor, grad: Tensor, out: Tensor, keys: Tensor, values: Tensor, scale: float, sums: Tensor, first: int
+) -> tuple[Tensor, Tensor]:
+    """The softmax of one block and the gradient of its scores, [S, R, keys]."""
+    from tunecompile.templates.attention import causal_softmax as template
+
+    scores, dweights = _product(queries, keys.mT), _product(grad, values.mT)
+    delta, count = (grad.float() * out.float()).sum(-1).contiguous(), sums.shape[2]
+    sums = sums.reshape(delta.shape).contiguous()
+    return template.softmax_backward(scores, dweights, sums, delta, first, count, scale, queries.dtype)
+
+
+def _together(x: Tensor, shared: int) -> Tensor:
+    """[B, H, Q, D] -> [B * K, H / K * Q, D]: the queries that read the same keys."""
+    rows, heads, queries, width = x.shape
+    return x.reshape(rows * (heads // shared), shared * queries, width)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """[S, R, D] times [S, D, C] in fp32; torch has no such product of two dtypes for CPUs."""
+    if not left.is_cuda:
+        return torch.bmm(left.float(), right.float())
+    return torch.bmm(left, right, out_dtype=torch.float32)
+
+
+_IN_BLOCKS = "heads fill the registers of fused kernels: the scores of a block of queries are in memory in between"
+
+
+def _refuse_blocks(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
+    if reason := refuse_gpu(q, k, v, triton=True):
+        return reason
+    if not q.dtype == k.dtype == v.dtype:
+        return note("dtypes-differ", "queries, keys and values")
+    return note("gpu-before-ampere") if older_than(q.device, AMPERE) else None
+
+
+@causal_attention.provider("blocks", because=_IN_BLOCKS, refuses=_refuse_blocks)
+def _(q, k, v, scale):
+    return causal_attention_in_blocks(q, k, v, scale)
+
+
+@causal_attention_backward.provider("blocks", because=_IN_BLOCKS, refuses=_refuse_blocks)
+def _(grad, q, k, v, scale, out0, out1):
+    return causal_attention_in_blocks_backward(grad, q, k, v, scale, out0, out1)
+
+
+causal_attention.large = causal_attention_backward.large = True  # scores of all pairs, in fp32
+for _each in (causal_attention, causal_attention_in_blocks):
+    _each.room = _room
+for _each in (causal_attention_backward, causal_attention_in_blocks_backward):
+    _each.room = _backward_room
