@@ -385,5 +385,13 @@ SUBJECTS = {
         lambda: (model("gemma2", attn_logit_softcapping=0.02, attn_implementation="eager")[0], padded()),
         softcap=1.0,
     ),
+    "attention of whole rows": Subject(
+        "causal_attention",
+        "causal_attention",
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.7, enable_gqa=True),
+        lambda op, q, k, v: op(q, k, v, 0.7)[0],
+        lambda dtype: [random(2, heads, 5, 3, dtype=dtype) for heads in (4, 2, 2)],
+        ((f"{RECOGNIZE}.causal_attention", "causal_attention"),),
+    ),
     "attention in a window": an_attention(2, lambda: (model("mistral", sliding_window=4)[0], padded())),
 }

@@ -274,6 +274,10 @@ FAULTS = [
     ),
     Fault("attention with a cap", "dropped cap", "made, slope = softcap * bent", "made, slope = made"),
     Fault("attention with a cap", "lost slope of the cap", "keepdim=True)) * slope * scale", "keepdim=True)) * scale"),
+    Fault("attention of whole rows", "a token too many", "place[:, None] < place", "place[:, None] < place - 1"),
+    Fault("attention of whole rows", "scale twice", "_of_each(k, q).mT * scale", "_of_each(k, q).mT * scale * scale"),
+    Fault("attention of whole rows", "one of the heads that share a key", ".sum(2)", "[:, :, 0]"),
+    Fault("attention of whole rows", "lost slope of the sums", "(grad * _wide(out0)).sum(-1, keepdim=True)", "0.0"),
     Fault("attention in a window", "a token too many", "(self.distance < window)", "(self.distance <= window)"),
 ]
 
