@@ -42,7 +42,9 @@ def _rewrite(graph: Graph, node: Node) -> str | None:
     key, val = unrepeated(call.key), unrepeated(call.value)
     if value(key).shape[1] != value(val).shape[1]:
         key, val = call.key, call.value
-
+    q, k, v = (value(each).shape for each in (call.query, key, val))
+    if str((*k, q[0], q[2])) != str((*v, k[0], k[2])) or q[1] % k[1]:  # compared, sizes would be guards
+        return "queries, keys and values differ in rows, tokens or heads"
     casts = any(value(each).dtype != dtype for each in (call.query, key, val))
 
     def in_blocks(query: Any, key: Any, values: Any) -> Any:

@@ -98,6 +98,20 @@ def test_other_attention(spelling):
     check(spelling, *inputs(), passes=PASSES, expect={}, tol=2e-2)
 
 
+def one_row_of_keys(q, k, v):
+    return F.scaled_dot_product_attention(heads(q), heads(k[:1]), heads(v[:1]), is_causal=True)
+
+
+def one_head_of_values(q, k, v):
+    return F.scaled_dot_product_attention(heads(q), heads(k), heads(v, 1), is_causal=True)
+
+
+@pytest.mark.parametrize("spelling", [one_row_of_keys, one_head_of_values])
+def test_keys_that_are_broadcast(spelling):
+    seen = check(spelling, *inputs(), passes=PASSES, expect={}, tol=2e-2)
+    assert any("differ in rows, tokens or heads" in reason for reason in seen.refused), seen.refused
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_whole_precision(dtype):
     check(whole, *inputs(dtype), passes=PASSES, expect={})
