@@ -14,14 +14,15 @@ SHAPE = (2, 512)
 WIDE = {"attention_head_dim": 320}  #: no flash attention takes such heads: a template of ours does
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, gpu, changes",
     [
         ("jamba", None, {}),
-        pytest.param("jamba", "h100", {}, marks=pytest.mark.slow),
-        pytest.param("zamba", "h100", WIDE, marks=pytest.mark.slow),
-        pytest.param("zamba2", None, {}, marks=pytest.mark.slow),
-        pytest.param("zamba2", "h100", {}, marks=pytest.mark.slow),
+        ("jamba", "h100", {}),
+        ("zamba", "h100", WIDE),
+        ("zamba2", None, {}),
+        ("zamba2", "h100", {}),
     ],
 )
 def test_written_out_attention_counts_as_much(family, gpu, changes):

@@ -47,8 +47,9 @@ def test_one_value_is_saved_between_the_linears_of_an_mlp(family, width):
     assert saved[1] - saved[0] == ROWS * LENGTH * 128 * 4
 
 
-@pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["read", "recorded"])
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("gemma4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("long", [False, True], ids=["read", "recorded"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 def test_masks_of_windows_are_saved_once(family, long, monkeypatch):
     """The bools that layers share, and no numbers of each layer's own; in long rows, nothing that grows faster."""
     if family == "gemma4" and not hasattr(tf, "Gemma4TextConfig"):

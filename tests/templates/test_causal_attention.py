@@ -32,8 +32,10 @@ def compare(device, error, limit, rows, length, heads, shared, width, dtype, sca
     assert all(each.transpose(1, 2).is_contiguous() for each in (out, *got))
 
 
-@pytest.mark.parametrize("scores, queries", [(1 << 25, 1024), (1 << 25, 4), (90, 3), (1, 7)])
-@pytest.mark.parametrize("heads, shared", [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize(
+    "scores, queries, heads, shared",
+    [(1 << 25, 1024, 2, 2), (1 << 25, 4, 4, 2), (90, 3, 4, 2), (90, 3, 2, 2), (1, 7, 3, 1)],
+)
 def test_against_fp64(monkeypatch, device, error, scores, queries, heads, shared):
     """All at once, in blocks, in some of the rows and heads, and in one of each with fewer queries."""
     monkeypatch.setattr(family, "SCORES", scores)

@@ -19,7 +19,7 @@ def recorder(monkeypatch):
 
 
 @pytest.mark.usefixtures("recorder", "to_the_host")
-@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("pays", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_come_back_from_the_host_to_be_recorded(monkeypatch, pays):
     """Copies cost nothing here, and products something: it is what recordings save that pays for computing again."""
     from tunecompile.planner.hardware import Rates

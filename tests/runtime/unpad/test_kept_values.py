@@ -125,7 +125,7 @@ def step(model: torch.nn.Module, inputs: dict) -> tuple[float, dict]:
         pytest.param(InSlots, True, marks=pytest.mark.slow),
         pytest.param(InPairs, True, marks=pytest.mark.slow),
         pytest.param(InLongerTuple, True, marks=pytest.mark.slow),
-        (InOwnList, True),
+        pytest.param(InOwnList, True, marks=pytest.mark.slow),
         pytest.param(InOwnTuple, True, marks=pytest.mark.slow),
         pytest.param(InAttributesList, True, marks=pytest.mark.slow),
         pytest.param(InGivenList, True, marks=pytest.mark.slow),

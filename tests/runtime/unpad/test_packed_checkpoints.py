@@ -78,7 +78,7 @@ SLOW = pytest.mark.slow
         pytest.param("granite_hybrid", enabled, False, marks=SLOW),
         pytest.param("granite_hybrid", enabled, True, marks=SLOW),
         pytest.param("granite_hybrid", called, False, marks=SLOW),
-        ("granite_hybrid", called, True),
+        pytest.param("granite_hybrid", called, True, marks=SLOW),
         pytest.param("granite_hybrid", wrapped, False, marks=SLOW),
         pytest.param("granite_hybrid", wrapped, True, marks=SLOW),
     ],

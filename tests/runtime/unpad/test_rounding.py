@@ -142,7 +142,11 @@ def test_two_forwards_before_one_backward():
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param("other rows are seen", marks=pytest.mark.slow), "fill is read", "fill is counted"]
+    "fault",
+    [
+        *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("other rows are seen", "fill is counted")),
+        "fill is read",
+    ],
 )
 def test_faults_are_found(fault, monkeypatch):
     """What the tests above compare differs, where tokens that fill up a batch take part, or documents are others."""
@@ -301,7 +305,8 @@ class Mixing(nn.Module):
         return self.inner(x) - x.mean(1, keepdim=True)
 
 
-@pytest.mark.parametrize("known", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [False, True])
 def test_layers_that_mix_tokens(shapes, known, monkeypatch):
     if known:  # as if it were of transformers: its graph is what tells
         refusals._is_known.cache_clear()
