@@ -1,5 +1,8 @@
 """Causal attention of whole rows: as dense attention gives it, and so in blocks of queries, whatever their size."""
 
+from contextlib import nullcontext
+from importlib import import_module
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,8 @@ from tunecompile.ir.op import OPS
 from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.ops import causal_attention
 from tunecompile.ops.causal_attention import Blocks
+
+op_module = import_module("tunecompile.ir.op")  # the package shows the function of that name
 
 
 def inputs(rows=2, length=5, heads=4, shared=2, width=8, dtype=torch.float64, layout="contiguous"):
@@ -73,9 +78,42 @@ def test_on_a_gpu_it_is_one_call():
     with FakeTensorMode() as mode, as_on_gpu():
         operands = tuple(mode.from_tensor(x) for x in inputs(dtype=torch.bfloat16))
         graph = trace(forth_and_back, operands, mode).graph
-    calls = [OPS[node.target].name for node in graph.nodes if node.target in OPS]
-    assert calls == ["causal_attention_in_blocks", "causal_attention_in_blocks_backward"]
-    assert all(not causal_attention.refusals((x, x, x, 0.5), None) == {} for x in inputs(dtype=torch.bfloat16))
+    forth, back = (node for node in graph.nodes if node.target in OPS)
+    assert [OPS[node.target].name for node in (forth, back)] == [
+        f"causal_attention_in_blocks{x}" for x in ("", "_backward")
+    ]
+    given = [*graph.find_nodes(op="placeholder")]
+    assert [*forth.args] == [*given, 0.5] and [*back.args[1:5]] == [*given, 0.5] and back.args[0] is back.args[5]
+
+
+@pytest.mark.parametrize(
+    "card, dtypes, code",
+    [
+        ("h100", [torch.bfloat16] * 3, None),
+        ("h100", [torch.float32] * 3, "not-half-precision"),
+        ("h100", [torch.float16, torch.float16, torch.bfloat16], "dtypes-differ"),
+        ("t4", [torch.float16] * 3, "gpu-before-ampere"),
+        (None, [torch.bfloat16] * 3, "not-on-gpu"),
+    ],
+)
+def test_where_blocks_are_refused(card, dtypes, code, monkeypatch):
+    q, k, v = (x.to(dtype) for x, dtype in zip(inputs(dtype=torch.float32), dtypes))
+    calls = (causal_attention, (q, k, v, 0.5)), (causal_attention.backward_op, (q, q, k, v, 0.5, q, q))
+    with as_on_gpu(card) if card else nullcontext():
+        for op, operands in calls:
+            reason = op.refusals(operands, None).get("blocks")
+            assert (reason and reason.code) == code
+        monkeypatch.setattr(op_module, "has_triton", lambda: False)
+        assert code or {op.refusals(operands, None)["blocks"].code for op, operands in calls} == {"no-triton"}
+
+
+def test_what_is_in_memory_beside_results():
+    """Of 16 heads and 8 of keys, a row: scores and their softmax, queries, keys and values of one block; in the
+    backward twice the first two, and the sums of two gradients, in fp32 and as they are returned."""
+    q, k = (torch.empty(4, n, 2048, 512, device="meta", dtype=torch.bfloat16) for n in (16, 8))
+    scores, row = 16 * 1024 * 2048, 8 * 2048 * 512
+    assert causal_attention.room(q, k, k, 0.5) == scores * 6 + 3 * row * 2
+    assert causal_attention.backward_op.room(q, q, k, k, 0.5, q, q) == 2 * scores * 6 + 2 * row * 6
 
 
 @pytest.mark.parametrize(
