@@ -36,6 +36,7 @@ ATTENTION = 1.52
 #: tokens of a row at which attention reaches half of that rate. cuDNN on an H200: 851 TFLOP/s at 2,048 tokens, 1,215 at
 #: 16,384
 SHORT = 840
+WIDE = 7200  #: the same for heads wider than 256 elements (`causal_attention`): 265 TFLOP/s at 2,048 tokens on an H200
 NARROW = 0.74  #: factor for heads of 64 elements: 633 TFLOP/s at 2,048 tokens
 HOST = 64 << 30  #: bytes of host memory for each GPU, where none are given
 CONTEXT = 860 << 20  #: bytes of CUDA's context and libraries: 850 to 910 MiB in the processes of `benchmarks/results/`
@@ -68,7 +69,8 @@ class GpuSpec:
 
     def attention(self, length: int, width: int) -> float:
         """Attention's operations a millisecond, as if nothing were masked; `width`: elements of a head."""
-        return self.rates.attention * length / (length + SHORT) * (NARROW if width <= 64 else 1.0)
+        short = SHORT if width <= 256 else WIDE
+        return self.rates.attention * length / (length + short) * (NARROW if width <= 64 else 1.0)
 
     @property
     def link(self) -> float:
