@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from tunecompile.compiler.attention_backend import takes_blocks
-from tunecompile.compiler.attention_calls import attention_arguments, unrepeated, views_behind
+from tunecompile.compiler.attention_calls import attention_arguments, unrepeated_pair, views_behind
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
@@ -39,9 +39,7 @@ def _rewrite(graph: Graph, node: Node) -> str | None:
     scale = value(call.query).shape[-1] ** -0.5 if call.scale is None else call.scale
     if not isinstance(scale, (int, float)):
         return "a scale that is a tensor"
-    key, val = unrepeated(call.key), unrepeated(call.value)
-    if value(key).shape[1] != value(val).shape[1]:
-        key, val = call.key, call.value
+    key, val = unrepeated_pair(call)
     q, k, v = (value(each).shape for each in (call.query, key, val))
     if str((*k, q[0], q[2])) != str((*v, k[0], k[2])) or q[1] % k[1]:  # compared, sizes would be guards
         return "queries, keys and values differ in rows, tokens or heads"

@@ -14,7 +14,7 @@ from tunecompile.compiler.attention_calls import (
     attention_calls,
     document_mask_of,
     leave_out_weights,
-    unrepeated,
+    unrepeated_pair,
     views_behind,
 )
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
@@ -67,10 +67,7 @@ def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> 
         made = made if made_wide == joint else made[..., :made_wide]
         return made.transpose(0, 1).unsqueeze(0)
 
-    heads = [unrepeated(key) for key in (call.key, call.value)]
-    if value(heads[0]).shape[1] != value(heads[1]).shape[1]:
-        heads = [call.key, call.value]
-    key, val = heads
+    key, val = unrepeated_pair(call)
     bound = {"query": call.query, "key": key, "value": val, "offsets": offsets, "longest": longest}
     bound["sinks"] = call.sinks
     return replace(graph, (node,), by_documents, bound)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.passes.functions import repeated
 from tests.support.passes.run import check, family, random
 from tunecompile.compiler import attention_backend
 
@@ -23,12 +24,6 @@ def stand_in(monkeypatch):
 
 def heads(x, count=HEADS):
     return x[..., : count * WIDTH].unflatten(-1, (count, WIDTH)).transpose(1, 2)
-
-
-def repeated(x, groups):
-    batch, shared, tokens, width = x.shape
-    wide = x[:, :, None, :, :].expand(batch, shared, groups, tokens, width)
-    return wide.reshape(batch, shared * groups, tokens, width)
 
 
 def whole(q, k, v):

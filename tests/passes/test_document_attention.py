@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph
 
+from tests.support.passes.functions import repeated
 from tests.support.passes.run import check, family, random
 from tests.support.passes.traced import traced
+from tunecompile.compiler.attention_calls import unrepeated
 from tunecompile.ir.canonicalize import value
 from tunecompile.ops import document_mask, varlen_attention
-from tunecompile.passes.recognize.document_attention import unrepeated
 
 PASSES = family("document_attention")
 HEADS, WIDTH = 4, 8
@@ -21,14 +22,6 @@ TOTAL, LONGEST = 11, 4
 
 def heads(x, count=HEADS):
     return x.unflatten(-1, (count, WIDTH)).transpose(1, 2)
-
-
-def repeated(x, groups):
-    """As transformers writes it."""
-    batch, shared, tokens, width = x.shape
-    return (
-        x[:, :, None, :, :].expand(batch, shared, groups, tokens, width).reshape(batch, shared * groups, tokens, width)
-    )
 
 
 def whole(q, k, v, offsets):

@@ -13,7 +13,7 @@ from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
 
-__all__ = ["document_mask", "varlen_attention", "varlen_attention_backward"]
+__all__ = ["document_mask", "refuse_attention", "varlen_attention", "varlen_attention_backward"]
 
 
 @op(cost=Cost.POINTWISE)
@@ -262,7 +262,8 @@ _FLASH = "reads sequences in place, and shared keys once"
 _TEMPLATE = "takes soft-capped scores and heads wider than 256; scores stay in registers"
 
 
-def _refuse_gpu(q: Tensor, k: Tensor, v: Tensor, triton: bool) -> Note | None:
+def refuse_attention(q: Tensor, k: Tensor, v: Tensor, triton: bool) -> Note | None:
+    """Return why no GPU kernel takes these, whatever their widths; None where one may. triton: as for `refuse_gpu`."""
     if reason := refuse_gpu(q, k, v, triton=triton):
         return reason
     if not q.dtype == k.dtype == v.dtype:
@@ -271,7 +272,7 @@ def _refuse_gpu(q: Tensor, k: Tensor, v: Tensor, triton: bool) -> Note | None:
 
 
 def _refuse_flash(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Note | None:
-    if reason := _refuse_gpu(q, k, v, triton=False):
+    if reason := refuse_attention(q, k, v, triton=False):
         return reason
     if softcap:
         return note("softcap-not-supported")
@@ -281,7 +282,7 @@ def _refuse_flash(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Note | Non
 
 
 def _refuse_template(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Note | None:
-    if reason := _refuse_gpu(q, k, v, triton=True) or refuse_spills(q):
+    if reason := refuse_attention(q, k, v, triton=True) or refuse_spills(q):
         return reason
     if not causal:
         return note("not-causal")

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunecompile._torch.card import AMPERE, older_than
 from tunecompile._torch.fake_tensors import size_hint
-from tunecompile.ir.op import Cost, op, refuse_gpu
-from tunecompile.notes import Note, note
+from tunecompile.ir.op import Cost, op
+from tunecompile.notes import Note
+from tunecompile.ops.attention import refuse_attention
 
 __all__ = ["causal_attention", "causal_attention_backward"]
 
@@ -238,11 +238,7 @@ _IN_BLOCKS = "heads fill the registers of fused kernels: the scores of a block o
 
 
 def _refuse_blocks(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
-    if reason := refuse_gpu(q, k, v, triton=True):
-        return reason
-    if not q.dtype == k.dtype == v.dtype:
-        return note("dtypes-differ", "queries, keys and values")
-    return note("gpu-before-ampere") if older_than(q.device, AMPERE) else None
+    return refuse_attention(q, k, v, triton=True)
 
 
 @causal_attention.provider("blocks", because=_IN_BLOCKS, refuses=_refuse_blocks)
@@ -256,7 +252,5 @@ def _(grad, q, k, v, scale, out0, out1):
 
 
 causal_attention.large = causal_attention_backward.large = True  # scores of all pairs, in fp32
-for _each in (causal_attention, causal_attention_in_blocks):
-    _each.room = _room
-for _each in (causal_attention_backward, causal_attention_in_blocks_backward):
-    _each.room = _backward_room
+causal_attention.room = causal_attention_in_blocks.room = _room
+causal_attention_backward.room = causal_attention_in_blocks_backward.room = _backward_room

@@ -113,3 +113,10 @@ def linear_4bit(
     if bias:
         made.bias = nn.Parameter(torch.randn(n, dtype=dtype))
     return made.to("cpu").train()
+
+
+def repeated(x, groups):
+    """Keys or values for each head of queries, as transformers writes it."""
+    batch, shared, tokens, width = x.shape
+    wide = x[:, :, None, :, :].expand(batch, shared, groups, tokens, width)
+    return wide.reshape(batch, shared * groups, tokens, width)

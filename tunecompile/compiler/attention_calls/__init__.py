@@ -6,6 +6,7 @@ from tunecompile.compiler.attention_calls.calls import (
     causal_calls,
     document_mask_of,
     unrepeated,
+    unrepeated_pair,
     views_behind,
 )
 from tunecompile.compiler.attention_calls.found import LOWEST, AttentionArguments, FoundAttention, Term
@@ -23,6 +24,7 @@ __all__ = [
     "document_mask_of",
     "leave_out_weights",
     "unrepeated",
+    "unrepeated_pair",
     "views_behind",
     "written_out_attention",
 ]

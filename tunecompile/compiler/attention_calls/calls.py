@@ -20,7 +20,15 @@ from tunecompile.ir.nodes import node_arg
 from tunecompile.ir.op import HALF
 from tunecompile.ops import document_mask
 
-__all__ = ["attention_arguments", "attention_calls", "causal_calls", "document_mask_of", "unrepeated", "views_behind"]
+__all__ = [
+    "attention_arguments",
+    "attention_calls",
+    "causal_calls",
+    "document_mask_of",
+    "unrepeated",
+    "unrepeated_pair",
+    "views_behind",
+]
 
 
 _NAMES = {"attn_mask": "mask", "dropout_p": "dropout", "is_causal": "causal"}
@@ -132,6 +140,12 @@ def unrepeated(node: Node) -> Node:
         return node
     kept = (wide[0], wide[1], wide[3], wide[4]) == tuple(shape) and out[1] == shape[1] * wide[2]
     return heads if kept and (out[0], *out[2:]) == (shape[0], *shape[2:]) else node
+
+
+def unrepeated_pair(call: AttentionArguments) -> tuple[Any, Any]:
+    """Keys and values, both as `unrepeated` has them, or both as they are given where their heads then differ."""
+    key, val = unrepeated(call.key), unrepeated(call.value)
+    return (key, val) if value(key).shape[1] == value(val).shape[1] else (call.key, call.value)
 
 
 def views_behind(node: Any) -> list[Node]:
