@@ -114,6 +114,10 @@ def test_what_is_in_memory_beside_results():
     scores, row = 16 * 1024 * 2048, 8 * 2048 * 512
     assert causal_attention.room(q, k, k, 0.5) == scores * 6 + 3 * row * 2
     assert causal_attention.backward_op.room(q, q, k, k, 0.5, q, q) == 2 * scores * 6 + 2 * row * 6
+    q, k = q[:1, :, :512], k[:1, :, :512]  # fewer rows than there is room for
+    assert Blocks.of(q, k).rows > 1
+    assert causal_attention.room(q, k, k, 0.5) == 16 * 512**2 * 6 + 3 * 8 * 512**2 * 2
+    assert causal_attention.backward_op.room(q, q, k, k, 0.5, q, q) == 2 * (16 + 8) * 512**2 * 6
 
 
 @pytest.mark.parametrize(

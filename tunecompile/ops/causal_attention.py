@@ -128,25 +128,25 @@ class Blocks:
             for head in range(0, k.shape[1], self.heads):
                 yield slice(row, row + self.rows), slice(head, min(head + self.heads, k.shape[1]))
 
+    def keys(self, k: Tensor) -> int:
+        """How many are worked on at a time, of all rows and heads."""
+        return min(self.rows, size_hint(k.shape[0])) * self.heads * size_hint(k.shape[2])
+
     def scores(self, q: Tensor, k: Tensor) -> int:
         """How many are in memory at a time."""
-        rows, kinds, length = map(size_hint, k.shape[:3])
-        shared = size_hint(q.shape[1]) // kinds
-        return min(self.rows, rows) * self.heads * shared * self.queries * length
+        return self.keys(k) * (size_hint(q.shape[1]) // size_hint(k.shape[1])) * self.queries
 
 
 def _room(q: Tensor, k: Tensor, *_: Any) -> int:
     """Bytes beside the results of `causal_attention_in_blocks`: scores, their softmax, and what is copied for it."""
-    blocks = Blocks.of(q, k)
-    copied = 3 * blocks.rows * blocks.heads * size_hint(k.shape[2]) * size_hint(k.shape[3])
-    return blocks.scores(q, k) * (4 + q.element_size()) + copied * q.element_size()
+    blocks, wide = Blocks.of(q, k), q.element_size()
+    return blocks.scores(q, k) * (4 + wide) + 3 * blocks.keys(k) * size_hint(k.shape[3]) * wide
 
 
 def _backward_room(grad: Tensor, q: Tensor, k: Tensor, *_: Any) -> int:
     """The same of the backward, which sums the gradients of keys and values in fp32."""
     blocks = Blocks.of(q, k)
-    summed = 2 * blocks.rows * blocks.heads * size_hint(k.shape[2]) * size_hint(k.shape[3])
-    return 2 * blocks.scores(q, k) * (4 + q.element_size()) + summed * (4 + q.element_size())
+    return 2 * (blocks.scores(q, k) + blocks.keys(k) * size_hint(k.shape[3])) * (4 + q.element_size())
 
 
 @op(cost=Cost.MATMUL, opaque=True, shapes=_shapes)
