@@ -45,6 +45,15 @@ def test_two_graphs_serve_all_batches(shapes):
     assert has(ours, "whole-by-padded", count=2) and has(ours, "padding-removed", count=2)
 
 
+@pytest.mark.parametrize("window, graphs, joined", [(32, 2, 2), (22, 3, 1)])
+def test_windows_that_are_constants_of_graphs(shapes, window, graphs, joined):
+    """No row is as long as the first one. Of rows longer than the second the model makes a mask itself."""
+    ours, plain = pair(lambda: zoo.make("mistral", sliding_window=window).double())
+    follow(ours, plain, [whole(20), padded(), padded(3, 24, "left"), whole(24), whole(9, 5), whole(20)], **EXACT)
+    assert tunecompile.report(ours).regions[0].compiles == graphs and not fell_back(ours)
+    assert has(ours, "padding-removed", count=2) and has(ours, "whole-by-padded", count=joined)
+
+
 @pytest.mark.slow
 def test_others_that_have_a_graph_stay_with_it(shapes):
     ours, plain = pair(lambda: zoo.make("llama"))

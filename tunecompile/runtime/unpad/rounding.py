@@ -110,6 +110,8 @@ class Rounding:
         self.apart = False  #: whether others did, which have a graph of their own
         self.joined = 0  #: how many others came as documents, since padded ones do
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()  #: of padded batches
+        #: of layers, by padded batches: a constant of their graphs, and no shorter row is seen less of than without it
+        self.windows: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self.looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  #: layers of which a call came as it is
 
     @staticmethod
@@ -134,7 +136,10 @@ class Rounding:
             call.sized = True
             call.rounded = self._of_rows(call, rows, length, hidden.device)
         flat = call.rounded
-        return flat if flat is not None and flat.shape == (rows, length) and self._calls(layer, kind) else None
+        if flat is None or flat.shape != (rows, length) or not self._calls(layer, kind):
+            return None
+        window = self.windows.get(layer, 0)
+        return flat.seen_back(window) if window >= length else flat
 
     def _of_rows(self, call: OwnerCall, rows: int, length: int, device: torch.device) -> FlatBatch | None:
         """Rows without padding as documents; None where they come as they are."""
@@ -184,6 +189,7 @@ class Rounding:
             raise NotTokenWise(why)
         if flat.drops and graph is not None:
             self.graphs.add(graph)
+            self.windows[layer] = flat.window
         if flat.joins and not self._is_of_padded(graph):
             raise NotTokenWise(note("own-mask"))
         causal = flat.rounds and flat.bounds is None and graph is not None
