@@ -240,7 +240,7 @@ def test_more_attention_of_documents_than_was_causal():
     made, layer, flat = Rounding(None, tuple, None, None), nn.Linear(1, 1), FlatBatch.of_whole_rows(2, 6, 0, CPU)
     call = (torch.randn(2, 6, 3),), {"attention_mask": None, "n": 3, "none": None}
     made.seen.update([(2, 4), (2, 6)])  # sizes change
-    graph = SimpleNamespace(causal=1, by_documents=2, of_images=False)
+    graph = SimpleNamespace(causal=1, by_documents=2, recurrences=0, alone=True, of_images=False)
     made.came(layer, *call, graph)
     made.ran(layer, flat, *call, graph)  # no batch of ours
     flat.rounds = True
@@ -248,6 +248,10 @@ def test_more_attention_of_documents_than_was_causal():
         made.ran(layer, flat, *call, graph)
     graph.by_documents = 1
     made.ran(layer, flat, *call, graph)
+    graph.recurrences = 1
+    with pytest.raises(NotTokenWise):
+        made.ran(layer, flat, *call, graph)
+    graph.recurrences = 0
     with pytest.raises(NotTokenWise):  # another kind of call, of which nothing is known
         made.ran(layer, flat, call[0], {**call[1], "n": 4}, graph)
 
@@ -256,7 +260,7 @@ def test_calls_that_are_not_rounded():
     layer, args = nn.Linear(1, 1), (torch.randn(2, 6, 3),)
     made = Rounding(None, lambda: (layer,), Watch(), GraphReplays())
     made.seen.update([(2, 4), (2, 5)])
-    made.came(layer, args, {"attention_mask": None}, SimpleNamespace(causal=1, of_images=False))
+    made.came(layer, args, {"attention_mask": None}, graph_with(attention=1))
 
     def batch(given=args, call=None, **kwargs):
         return made.batch_of(call or OwnerCall({}, rounds=True), layer, given, {"attention_mask": None, **kwargs})
@@ -284,6 +288,20 @@ def test_calls_that_are_not_rounded():
     made.watch = Watch()
     made.refuse(note("own-mask"))
     assert batch() is None
+
+
+def graph_with(attention, recurrences=0, alone=True):
+    return SimpleNamespace(causal=attention, recurrences=recurrences, alone=alone, of_images=False)
+
+
+@pytest.mark.parametrize("graph", [graph_with(None), graph_with(1, 1), graph_with(0, 1), graph_with(1, alone=False)])
+def test_layers_that_a_mask_of_pairs_does_not_tell(graph):
+    """Of attention that is not causal, of recurrences, of what other graphs of the layer have."""
+    layer, args = nn.Linear(1, 1), (torch.randn(2, 6, 3),)
+    made = Rounding(None, lambda: (layer,), Watch(), GraphReplays())
+    made.seen.update([(2, 4), (2, 5)])
+    made.came(layer, args, {"attention_mask": None}, graph)
+    assert made.batch_of(OwnerCall({}, rounds=True), layer, args, {"attention_mask": None}) is None
 
 
 class Watch:

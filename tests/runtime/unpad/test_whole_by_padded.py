@@ -16,7 +16,7 @@ from tests.support.notes import fell_back, has
 from tests.support.rounding import Shapes, whole
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.runtime.layers.met_graph import MetGraph
-from tunecompile.runtime.unpad import rounding
+from tunecompile.runtime.unpad import decision, rounding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 
 pytest.importorskip("transformers")
@@ -115,11 +115,31 @@ def test_attention_that_was_replaced_since(shapes, monkeypatch):
     assert not has(ours, "whole-by-padded")
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "lfm2",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_5", "bamba", "nemotron_h", "falcon_h1")),
+    ],
+)
+def test_hybrids_are_told_of_tokens_that_are_real(shapes, family):
+    """By a mask of rows, of pairs, by both (Falcon H1), or by none where a layer is an MLP (Nemotron H)."""
+    ours, plain = pair(lambda: hybrids.make(family))
+    follow(ours, plain, [whole(20), padded(), padded(3, 24, "left"), whole(24), whole(9, 5), whole(20)], limit=1e-5)
+    assert all(region.compiles == 2 for region in tunecompile.report(ours).regions) and not fell_back(ours)
+    assert has(ours, "whole-by-padded", count=2) and has(ours, "padding-removed", count=2)
+
+
 @pytest.mark.slow
-def test_hybrids_have_layers_without_attention(shapes):
-    ours, plain = pair(lambda: hybrids.make("qwen3_5"))
-    follow(ours, plain, [whole(20), padded(), whole(24)])
-    assert not has(ours, "whole-by-padded") and not has(ours, "sizes-kept") and not fell_back(ours)
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_full_layers_beside_those_with_a_window(shapes, family, monkeypatch):
+    """A GPU's kernels have windows, so that these layers run as documents from the first batch on."""
+    monkeypatch.setattr(decision, "narrows", lambda window, mask: 0 < window < mask.shape[-1])
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "num_hidden_layers": 2}
+    ours, plain = pair(lambda: zoo.make(family, **kinds).double())
+    follow(ours, plain, [whole(20), padded(), whole(24), whole(9, 5), whole(20)], loss=1e-6, limit=1e-6)
+    assert tunecompile.report(ours).compiles == 3 and not fell_back(ours), tunecompile.report(ours)
+    assert has(ours, "whole-by-padded", count=2)
 
 
 @pytest.mark.slow

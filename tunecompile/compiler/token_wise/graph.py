@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves
 
 from tunecompile._torch.fake_tensors import FakeTensorMode, TorchDispatchMode, guards_at, size_hint, size_with
@@ -197,6 +197,11 @@ _BY_DOCUMENTS: dict[Any, int] = {
 OFFSETS = "document_offsets"  #: what a layer's argument is called that has them, as an input of its graph
 #: the same of a tower, int32 [images + 2]: the last image is empty, or what fills up the row
 IMAGE_OFFSETS = "image_offsets"
+
+
+def recurrences(graph: Graph) -> int:
+    """How many ops of a graph read tokens before each, and no other document's where they are told of documents."""
+    return sum(node.target in _BY_DOCUMENTS for node in graph.nodes)
 
 
 def _has_offsets(node: Node) -> bool:

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from tunecompile.compiler.attention_calls import attention_calls, causal_calls
-from tunecompile.compiler.token_wise.graph import hands_on, is_told_of_images
+from tunecompile.compiler.token_wise.graph import hands_on, is_told_of_images, recurrences
 from tunecompile.notes import Note
 
 _PLAIN = (int, float, str, torch.dtype)
@@ -26,14 +26,16 @@ class MetGraph:
     operations: tuple[tuple, ...]  #: in order, each with its constants
     dynamic: bool  #: whether sizes are symbols, in whose place another graph has integers
     hands_on: int = 0  #: how many tensors [1, H, N, D] it returns, if it is one for a row of documents
-    causal: int = 0  #: how many calls of attention are causal without a mask, if all are
+    causal: int | None = None  #: how many calls of attention are causal without a mask; None where not all are
     by_documents: int = 0  #: how many are under a document mask
+    recurrences: int = 0  #: how many of its ops read tokens before each, and no other document's where they are told
+    alone: bool = True  #: whether a call of the layer runs no other
     of_images: bool = False  #: whether it is a tower's, and told where images begin
     mixes: Note | None = None  #: why a tower's may read more patches than those of an image
 
     @classmethod
-    def of(cls, gm: GraphModule, mixes: Note | None = None) -> MetGraph:
-        """What Dynamo's graph computes, its bodies included; mixes: see there."""
+    def of(cls, gm: GraphModule, mixes: Note | None = None, alone: bool = True) -> MetGraph:
+        """What Dynamo's graph computes, its bodies included; mixes, alone: see there."""
         graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
         values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
         nodes = (node for graph in graphs for node in graph.nodes if node.op.startswith("call"))
@@ -45,6 +47,8 @@ class MetGraph:
             hands_on(gm),
             causal_calls(graphs),
             by_documents,
+            sum(map(recurrences, graphs)),
+            alone,
             is_told_of_images(gm),
             mixes,
         )

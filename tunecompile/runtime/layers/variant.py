@@ -204,12 +204,12 @@ class Variant:
             history.add(guard)
             self.integers_change |= history.integers > 0
         self.contexts += self.backend.contexts[before:]
-        return _told(gm, compiled, mixes)
+        return _told(gm, compiled, mixes, alone=not self.breaks)
 
 
-def _told(gm: GraphModule, compiled: Callable, mixes: Note | None = None) -> Callable:
+def _told(gm: GraphModule, compiled: Callable, mixes: Note | None = None, alone: bool = True) -> Callable:
     """`compiled`, before whose calls `meet` is called."""
-    graph = MetGraph.of(gm, mixes)
+    graph = MetGraph.of(gm, mixes, alone)
 
     def run(*args: Any) -> Any:
         meet(graph)

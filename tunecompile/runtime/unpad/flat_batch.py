@@ -45,6 +45,7 @@ class Rows:
     handed: dict[int, tuple[Tensor, tuple, Tensor]] = field(default_factory=dict)
     #: by the id of bounds of images: these, and the offsets and the longest that they make
     images: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    ones: dict[torch.dtype, Tensor] = field(default_factory=dict)  #: [1, N], which tokens are real: all of them
 
 
 @dataclass
@@ -59,6 +60,8 @@ class FlatBatch:
     shape: tuple[int, int]
     whole: bool = False  #: whether each row is one document without padding
     fills: str = ""  #: an argument of layers that is None, and becomes the mask
+    #: such that become ones [1, N] of these dtypes: which tokens are real
+    real_rows: tuple[tuple[str, torch.dtype], ...] = ()
     rounds: bool = False  #: whether it is no other batch than its rows, and only its size is another, see `rounding`
     joins: bool = False  #: whether it has no padding, and runs by the graph of batches that have
     lone: bool = False  #: whether its one row has no dimension: the patches [N, H] of a tower
@@ -173,6 +176,7 @@ class FlatBatch:
             }
         except HasNoTokens:
             return None
+        named |= {name: self._ones(dtype) for name, dtype in self.real_rows if name in named and named[name] is None}
         ours = {OFFSETS: self.offsets, LONGEST: self.longest, WINDOW: str(self.window), MASKS: tuple(places)}
         added = str(mask.dtype).removeprefix("torch.") if mask is not None and mask.is_floating_point() else ""
         if self.bounds is not None:  # as a layer is told of images that fill up their row
@@ -196,11 +200,17 @@ class FlatBatch:
             return type(output)(**{name: self.leave(item, False) for name, item in output.items()})
         return output
 
+    def _ones(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self.rows.ones:
+            self.rows.ones[dtype] = torch.ones(1, len(self.index), dtype=dtype, device=self.index.device)
+        return self.rows.ones[dtype]
+
     def forget(self) -> None:
         """The model's layers are done: let go of what they share."""
         self.rows.shared.clear()
         self.rows.handed.clear()
         self.rows.images.clear()
+        self.rows.ones.clear()
         self.rows.last = None
 
     def row_along(self, value: Tensor, dim: int, keep: bool) -> Tensor:

@@ -29,9 +29,10 @@ from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch, multiple_on, rounded_to
 from tunecompile.runtime.unpad.image_bounds import ImageBounds
-from tunecompile.runtime.unpad.masks.given import MASK, hidden_in
+from tunecompile.runtime.unpad.masks.given import MASK, hidden_in, mask_in
 from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.refusals import OwnerWatch
+from tunecompile.runtime.unpad.told import Told
 
 #: from so many different ones on they are rounded. Fewer recur, and are recorded as they are: attention by documents is
 #: slower (0.33 ms for cuDNN's 0.21, 4x514 tokens, H100), and compiled once more
@@ -64,8 +65,10 @@ class Replays(Protocol):
 class Graph(Protocol):
     """A compiled graph of a layer."""
 
-    causal: int  #: how many calls of attention are causal without a mask, if all are
+    causal: int | None  #: how many calls of attention are causal without a mask; None where not all are
     by_documents: int  #: how many are under a document mask
+    recurrences: int  #: how many ops read tokens before each, and no other document's where they are told
+    alone: bool  #: whether a call of the layer runs no other
     of_images: bool  #: whether it is a tower's, and told where images begin
     mixes: Note | None  #: why a tower's may read more patches than those of an image
 
@@ -75,20 +78,28 @@ class Graph(Protocol):
 
 
 @dataclass
-class CausalAttention:
-    """What is known of one layer's attention without a mask."""
+class WithoutMask:
+    """What is known of one layer's calls without a mask."""
 
-    switches: list[dict[str, Any]]  #: attributes of modules that say whether it is causal
-    calls: dict[tuple, int] = field(default_factory=dict)  #: by kind of call: how many calls of attention it has
+    switches: list[dict[str, Any]]  #: attributes of modules that say whether attention is causal
+    #: by kind of call: how many calls of attention it has, which are causal, and how many recurrences
+    calls: dict[tuple, tuple[int, int]] = field(default_factory=dict)
 
     @staticmethod
-    def of(layer: nn.Module) -> CausalAttention:
+    def of(layer: nn.Module) -> WithoutMask:
         """Of a layer that has not been looked at."""
-        return CausalAttention([vars(module) for module in layer.modules() if "is_causal" in vars(module)])
+        return WithoutMask([vars(module) for module in layer.modules() if "is_causal" in vars(module)])
 
-    def count(self, kind: tuple) -> int:
-        """The calls of attention in a call of this kind, if all are causal; 0 where that is not known."""
-        return self.calls.get(kind, 0) if all(each["is_causal"] is True for each in self.switches) else 0
+    def reads(self, kind: tuple) -> tuple[int, int] | None:
+        """What of a call of this kind reads other tokens: attention, all of it causal, and recurrences; None where that
+        is not known.
+        """
+        return self.calls.get(kind) if all(each["is_causal"] is True for each in self.switches) else None
+
+    @property
+    def attends_alone(self) -> bool:
+        """Whether it has attention, and nothing else that reads other tokens: a mask of pairs says all there is."""
+        return any(attention and not recurrences for attention, recurrences in self.calls.values())
 
 
 class Rounding:
@@ -101,7 +112,7 @@ class Rounding:
         self.seen: Counter[tuple[int, ...]] = Counter()  #: sizes that came as they are
         self.waits = 0  #: the largest number of tokens whose launches are known to be waited for
         self.computes: float = float("inf")  #: the smallest whose are not
-        self.attention: weakref.WeakKeyDictionary[nn.Module, CausalAttention] = weakref.WeakKeyDictionary()
+        self.known: weakref.WeakKeyDictionary[nn.Module, WithoutMask] = weakref.WeakKeyDictionary()
         self.towers: weakref.WeakKeyDictionary[nn.Module, Graph] = weakref.WeakKeyDictionary()  #: of the last calls
         self.refused: Note | None = None  #: why no size is rounded from now on
         self.kept: Note | None = None  #: why the last one that changed was not
@@ -110,9 +121,9 @@ class Rounding:
         self.apart = False  #: whether others did, which have a graph of their own
         self.joined = 0  #: how many others came as documents, since padded ones do
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()  #: of padded batches
-        #: of layers, by padded batches: a constant of their graphs, and no shorter row is seen less of than without it
-        self.windows: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self.told: weakref.WeakKeyDictionary[nn.Module, Told] = weakref.WeakKeyDictionary()  #: of padded batches
         self.looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  #: layers of which a call came as it is
+        self.masked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  #: layers that were given a mask of whole rows
 
     @staticmethod
     def may_round(kept: Note | None) -> bool:
@@ -136,10 +147,12 @@ class Rounding:
             call.sized = True
             call.rounded = self._of_rows(call, rows, length, hidden.device)
         flat = call.rounded
-        if flat is None or flat.shape != (rows, length) or not self._calls(layer, kind):
+        if flat is None or flat.shape != (rows, length) or self._reads(layer, kind) is None:
             return None
-        window = self.windows.get(layer, 0)
-        return flat.seen_back(window) if window >= length else flat
+        told = self.told.get(layer)
+        if told is not None:
+            return told.tell(flat)
+        return flat if self.known[layer].attends_alone else None
 
     def _of_rows(self, call: OwnerCall, rows: int, length: int, device: torch.device) -> FlatBatch | None:
         """Rows without padding as documents; None where they come as they are."""
@@ -167,15 +180,17 @@ class Rounding:
             self.towers[layer] = graph
         kind = self._kind(args, kwargs)
         if kind is None:
+            if mask_in(args, kwargs) is not None:
+                self.masked.add(layer)
             return
         self.looked.add(layer)
-        if not graph.causal:
+        if graph.causal is None or not graph.alone:
             return
-        known = self.attention.get(layer)
+        known = self.known.get(layer)
         if known is None:
-            known = self.attention[layer] = CausalAttention.of(layer)
+            known = self.known[layer] = WithoutMask.of(layer)
         if len(known.calls) < KINDS:
-            known.calls[kind] = graph.causal
+            known.calls[kind] = graph.causal, graph.recurrences
 
     def ran(self, layer: nn.Module, flat: FlatBatch, args: tuple, kwargs: dict, graph: Graph | None) -> None:
         """Learn from a layer's call on a row of documents.
@@ -187,13 +202,16 @@ class Rounding:
         self._learn(len(flat.index))
         if flat.bounds is not None and (why := _why_not_filled_up(graph)) is not None:
             raise NotTokenWise(why)
+        if flat.whole and not flat.rounds:
+            self.masked.add(layer)
         if flat.drops and graph is not None:
             self.graphs.add(graph)
-            self.windows[layer] = flat.window
+            self.told[layer] = Told.of(flat, args, kwargs)
         if flat.joins and not self._is_of_padded(graph):
             raise NotTokenWise(note("own-mask"))
-        causal = flat.rounds and flat.bounds is None and graph is not None
-        if causal and graph.by_documents != self._calls(layer, self._kind(args, kwargs)):
+        if not flat.rounds or flat.bounds is not None or graph is None:
+            return
+        if (graph.by_documents, graph.recurrences) != self._reads(layer, self._kind(args, kwargs)):
             raise NotTokenWise(note("own-mask"))
 
     def ran_as(self, call: OwnerCall) -> None:
@@ -213,9 +231,9 @@ class Rounding:
         told += [note("whole-by-padded", kind, count=self.joined)] if self.joined else []
         return told + ([note("sizes-kept", kind, why)] if why is not None else [])
 
-    def _calls(self, layer: nn.Module, kind: tuple | None) -> int:
-        known = self.attention.get(layer)
-        return 0 if known is None or kind is None else known.count(kind)
+    def _reads(self, layer: nn.Module, kind: tuple | None) -> tuple[int, int] | None:
+        known = self.known.get(layer)
+        return None if known is None or kind is None else known.reads(kind)
 
     def _kind(self, args: tuple, kwargs: dict) -> tuple | None:
         """What a layer's attention may follow, beside tensors; None where it has a mask or is told of documents."""
@@ -233,7 +251,7 @@ class Rounding:
     def _joins(self, size: tuple[int, int]) -> bool:
         """Whether rows without padding run by the graph of padded batches, in place of one for changing sizes."""
         other = len(self.graphs) > 0 and not self.apart and self.first not in (None, size) and self.joined < OFTEN
-        return other and (self._why_not_causal() or self.watch.reason()) is None
+        return other and (self._why_not_joined() or self.watch.reason()) is None
 
     def _pays(self, size: tuple[int, ...], tokens: int) -> bool:
         """Whether a batch of this size is rounded: where sizes change, and the host is waited for."""
@@ -270,8 +288,16 @@ class Rounding:
         return self.kept is None
 
     def _why_not_causal(self) -> Note | None:
-        known = all(layer in self.attention for layer in self.members())
-        return None if known else note("attention-not-causal")
+        found = ((layer, self.known.get(layer)) for layer in self.members())
+        tells = all(known is not None and (layer in self.told or known.attends_alone) for layer, known in found)
+        return None if tells else note("attention-not-causal")
+
+    def _why_not_joined(self) -> Note | None:
+        """Layers that are given a mask of whole rows, of a window, say, are told by that."""
+        members = self.members()
+        known = {layer for layer in members if layer in self.known and layer in self.told}
+        tells = bool(known) and all(layer in known or layer in self.masked for layer in members)
+        return None if tells else note("attention-not-causal")
 
     def _why_not_by_images(self) -> Note | None:
         graphs = [self.towers.get(layer) for layer in self.members()]
