@@ -1,6 +1,7 @@
 """Loops over tokens and chunks in models' own code are not unrolled by Dynamo."""
 
 import copy
+from collections import OrderedDict, UserDict
 
 import pytest
 import torch
@@ -63,6 +64,30 @@ def look(layer: nn.Module, *lengths: int) -> TokenLoops:
         loops.refuse(layer, layer, (x,), {}, new=True)
         assert x.eq(1).all()  # a look changes nothing
     return loops
+
+
+class WritesOnce(nn.Module):
+    """Its loop says nothing, and it hands keys on to other layers, who were there before."""
+
+    def forward(self, x, shared, seen):
+        for i in range(x.shape[-1] - WIDTH + 2):
+            x = x + i
+        shared.setdefault("keys", (x.mT,))
+        shared["held"][0].add_(1)
+        seen.append(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, OrderedDict])
+def test_a_look_writes_to_nothing_of_the_callers(kind):
+    """A layer that finds keys there would take those of the look, which have no gradient."""
+    held = torch.zeros(2)
+    shared, seen = kind(held=(held,)), []
+    call = (torch.ones(2, 16, WIDTH), shared, seen)
+    TokenLoops().refuse(WritesOnce(), WritesOnce(), call, {}, new=True)
+    assert list(shared) == ["held"] and shared["held"][0] is held and not held.any() and seen == []
+    WritesOnce()(*call)  # as it would
+    assert list(shared) == ["held", "keys"] and held.all() and len(seen) == 1
 
 
 def test_other_loops_are_none_of_tokens():

@@ -9,10 +9,11 @@ stand beside those for a row: lines are counted in a call of the layer, and in a
 from __future__ import annotations
 
 import contextlib
+import copy
 import dis
 import inspect
 import sys
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -91,10 +92,24 @@ def _counted(
 ) -> Counter[Line]:
     """How often each line runs in a call."""
     with _without_traces(layer, device), lines_counted(codes) as counts:
-        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))
+        args, kwargs = _copied(args), _copied(kwargs)
         with contextlib.suppress(Exception):  # the call that follows raises it, too
             call(*args, **kwargs)
     return counts
+
+
+def _copied(value: Any) -> Any:
+    """Tensors, and what holds them, for a call that may write to both: keys for other layers into a mapping, say."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, (dict, UserDict)):
+        made = copy.copy(value)
+        for key, entry in value.items():
+            made[key] = _copied(entry)
+        return made
+    if isinstance(value, (list, tuple)):
+        return tree_map(_copied, value, is_leaf=lambda each: each is not value)
+    return value
 
 
 @contextlib.contextmanager
