@@ -217,9 +217,9 @@ class FlatBatch:
         """[B, ..., T, ...] -> [1, ..., N, ...], where `dim` counts tokens; with `keep` once for all layers."""
         known = self.rows.handed.get(id(value)) if keep else None
         if known is not None and known[1] == _state(value) and not value._backward_hooks and not value.retains_grad:
-            return known[2]
+            return _with_stride(known[2])
         tokens = value.movedim(dim, 1).flatten(0, 1).index_select(0, self.index)
-        flat = tokens.unsqueeze(0).movedim(1, dim)
+        flat = _with_stride(tokens.unsqueeze(0).movedim(1, dim))
         if keep:
             self.rows.handed[id(value)] = value, _state(value), flat
         return flat
@@ -295,6 +295,11 @@ class FlatBatch:
         if made() is not padded or _state(padded) != state or padded._backward_hooks or padded.retains_grad:
             return None
         return flat
+
+
+def _with_stride(row: Tensor) -> Tensor:
+    """[1, ...], with one stride of its first dimension. Operations differ in it, since any will do; Dynamo guards on it."""
+    return row if row.stride(0) == row.shape[1] * row.stride(1) else row[0].unsqueeze(0)
 
 
 FILLS = "_fills_up_a_row"  #: an attribute of a tower's offsets, which its layers' own code knows nothing of
