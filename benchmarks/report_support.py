@@ -119,14 +119,24 @@ def render_families(folder: Path = RESULTS) -> str:
 
 
 def render_shapes(folder: Path = RESULTS) -> str:
-    """Families in batches of changing shapes: the median gradient's error as a part of eager's, graphs, seconds."""
-    found, results = {}, load_all("shapes*.json", folder)
-    for run in (run for result in results for run in result["runs"] if run["status"] != "skipped"):
-        found.setdefault(run["family"], {})[run["mode"]] = run
+    """Families in batches of changing shapes: the median gradient's error as a part of eager's, graphs, seconds.
+
+    A later run of a cell takes the place of an earlier one. Graphs and seconds are those of a family's last runs.
+    """
+    found, last = {}, {}
+    results = sorted(load_all("shapes*.json", folder), key=lambda result: result["date"])
+    for result in results:
+        for run in (run for run in result["runs"] if run["status"] != "skipped"):
+            found.setdefault(run["family"], {})[run["mode"]] = run
+            last[run["family"]] = result
     if not found:
         return ""
     rows = [
-        [family, *(_shape_cell(runs.get(mode)) for mode in SHAPE_MODES), *_graphs_and_seconds(runs.values())]
+        [
+            family,
+            *(_shape_cell(runs.get(mode)) for mode in SHAPE_MODES),
+            *_graphs_and_seconds(run for run in runs.values() if run in last[family]["runs"]),
+        ]
         for family, runs in found.items()
     ]
     head = ("family", *SHAPE_MODES.values(), "graphs a kind of layer", "first step, s", "last step, s")
