@@ -298,7 +298,7 @@ class FlatBatch:
 
 
 def _with_stride(row: Tensor) -> Tensor:
-    """[1, ...], with one stride of its first dimension. Any will do, so operations differ in it, and Dynamo guards it."""
+    """[1, ...], with one stride of its first dimension: any will do, operations differ in it, and Dynamo guards it."""
     return row if row.stride(0) == row.shape[1] * row.stride(1) else row[0].unsqueeze(0)
 
 
