@@ -1,6 +1,6 @@
 """Rows without padding whose lengths change: rounded up, so that layers see few shapes, and gradients are eager's."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from tests.support.rounding import SIZES, Shapes, waited_for, whole
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
+from tunecompile.runtime.layers.met_graph import MetGraph
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.owner_call import OwnerCall
@@ -240,20 +241,21 @@ def test_more_attention_of_documents_than_was_causal():
     made, layer, flat = Rounding(None, tuple, None, None), nn.Linear(1, 1), FlatBatch.of_whole_rows(2, 6, 0, CPU)
     call = (torch.randn(2, 6, 3),), {"attention_mask": None, "n": 3, "none": None}
     made.seen.update([(2, 4), (2, 6)])  # sizes change
-    graph = SimpleNamespace(causal=1, by_documents=2, recurrences=0, alone=True, of_images=False)
+    graph = graph_with(attention=1)
     made.came(layer, *call, graph)
-    made.ran(layer, flat, *call, graph)  # no batch of ours
+    wrong = replace(graph, by_documents=2), replace(graph, by_documents=1, recurrences=1)
+    made.ran(layer, flat, *call, wrong[0])  # no batch of ours
     flat.rounds = True
-    with pytest.raises(NotTokenWise):
-        made.ran(layer, flat, *call, graph)
-    graph.by_documents = 1
-    made.ran(layer, flat, *call, graph)
-    graph.recurrences = 1
-    with pytest.raises(NotTokenWise):
-        made.ran(layer, flat, *call, graph)
-    graph.recurrences = 0
+    for each in wrong:
+        with pytest.raises(NotTokenWise):
+            made.ran(layer, flat, *call, each)
+    right = replace(graph, by_documents=1)
+    made.ran(layer, flat, *call, right)
+    made.ran(layer, flat, *call, replace(right, operations=(*graph.operations, ("mul", "mask"))))  # by the mask
+    with pytest.raises(NotTokenWise):  # it did more without a mask
+        made.ran(layer, flat, *call, replace(right, operations=graph.operations[1:]))
     with pytest.raises(NotTokenWise):  # another kind of call, of which nothing is known
-        made.ran(layer, flat, call[0], {**call[1], "n": 4}, graph)
+        made.ran(layer, flat, call[0], {**call[1], "n": 4}, right)
 
 
 def test_calls_that_are_not_rounded():
@@ -291,7 +293,8 @@ def test_calls_that_are_not_rounded():
 
 
 def graph_with(attention, recurrences=0, alone=True):
-    return SimpleNamespace(causal=attention, recurrences=recurrences, alone=alone, of_images=False)
+    attend = str(nn.functional.scaled_dot_product_attention)
+    return MetGraph((("mean", 1), (attend, "True")), False, causal=attention, recurrences=recurrences, alone=alone)
 
 
 @pytest.mark.parametrize("graph", [graph_with(None), graph_with(1, 1), graph_with(0, 1), graph_with(1, alone=False)])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
@@ -16,6 +18,7 @@ from tunecompile.compiler.attention_calls import attention_calls, causal_calls
 from tunecompile.compiler.token_wise.graph import hands_on, is_told_of_images, recurrences
 from tunecompile.notes import Note
 
+_ATTENTION = str(F.scaled_dot_product_attention)
 _PLAIN = (int, float, str, torch.dtype)
 
 
@@ -58,6 +61,13 @@ class MetGraph:
         if self.dynamic == other.dynamic:
             return self.operations == other.operations
         return self._without_integers() == other._without_integers()
+
+    def covers(self, other: MetGraph) -> bool:
+        """Whether it has all operations of another, whatever the integers, but for calls of attention."""
+        return not other._beside_attention() - self._beside_attention()
+
+    def _beside_attention(self) -> Counter[tuple]:
+        return Counter(each for each in self._without_integers() if each[0] != _ATTENTION)
 
     def _without_integers(self) -> list[tuple]:
         return [tuple(each for each in operation if type(each) is not int) for operation in self.operations]

@@ -76,30 +76,31 @@ class Graph(Protocol):
         """Whether both compute the same, whatever they save."""
         ...
 
+    def covers(self, other: Any) -> bool:
+        """Whether it has all operations of another, whatever the integers, but for calls of attention."""
+        ...
+
 
 @dataclass
 class WithoutMask:
     """What is known of one layer's calls without a mask."""
 
     switches: list[dict[str, Any]]  #: attributes of modules that say whether attention is causal
-    #: by kind of call: how many calls of attention it has, which are causal, and how many recurrences
-    calls: dict[tuple, tuple[int, int]] = field(default_factory=dict)
+    calls: dict[tuple, Graph] = field(default_factory=dict)  #: by kind: what runs, whose attention is causal, if any
 
     @staticmethod
     def of(layer: nn.Module) -> WithoutMask:
         """Of a layer that has not been looked at."""
         return WithoutMask([vars(module) for module in layer.modules() if "is_causal" in vars(module)])
 
-    def reads(self, kind: tuple) -> tuple[int, int] | None:
-        """What of a call of this kind reads other tokens: attention, all of it causal, and recurrences; None where that
-        is not known.
-        """
+    def runs(self, kind: tuple) -> Graph | None:
+        """What a call of this kind runs; None where that is not known."""
         return self.calls.get(kind) if all(each["is_causal"] is True for each in self.switches) else None
 
     @property
     def attends_alone(self) -> bool:
         """Whether it has attention, and nothing else that reads other tokens: a mask of pairs says all there is."""
-        return any(attention and not recurrences for attention, recurrences in self.calls.values())
+        return any(graph.causal and not graph.recurrences for graph in self.calls.values())
 
 
 class Rounding:
@@ -122,6 +123,7 @@ class Rounding:
         self.joined = 0  #: how many others came as documents, since padded ones do
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()  #: of padded batches
         self.told: weakref.WeakKeyDictionary[nn.Module, Told] = weakref.WeakKeyDictionary()  #: of padded batches
+        self.alike: set[tuple[Graph, Graph]] = set()  #: graphs without a mask, and of documents that are as good
         self.looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  #: layers of which a call came as it is
         self.masked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  #: layers that were given a mask of whole rows
 
@@ -147,7 +149,7 @@ class Rounding:
             call.sized = True
             call.rounded = self._of_rows(call, rows, length, hidden.device)
         flat = call.rounded
-        if flat is None or flat.shape != (rows, length) or self._reads(layer, kind) is None:
+        if flat is None or flat.shape != (rows, length) or self._runs(layer, kind) is None:
             return None
         told = self.told.get(layer)
         if told is not None:
@@ -190,7 +192,7 @@ class Rounding:
         if known is None:
             known = self.known[layer] = WithoutMask.of(layer)
         if len(known.calls) < KINDS:
-            known.calls[kind] = graph.causal, graph.recurrences
+            known.calls[kind] = graph
 
     def ran(self, layer: nn.Module, flat: FlatBatch, args: tuple, kwargs: dict, graph: Graph | None) -> None:
         """Learn from a layer's call on a row of documents.
@@ -211,8 +213,10 @@ class Rounding:
             raise NotTokenWise(note("own-mask"))
         if not flat.rounds or flat.bounds is not None or graph is None:
             return
-        if (graph.by_documents, graph.recurrences) != self._reads(layer, self._kind(args, kwargs)):
+        whole = self._runs(layer, self._kind(args, kwargs))
+        if whole is None or not ((whole, graph) in self.alike or _is_alike(whole, graph)):
             raise NotTokenWise(note("own-mask"))
+        self.alike.add((whole, graph))
 
     def ran_as(self, call: OwnerCall) -> None:
         """Learn from the owner's call in a training step, which is over."""
@@ -231,9 +235,9 @@ class Rounding:
         told += [note("whole-by-padded", kind, count=self.joined)] if self.joined else []
         return told + ([note("sizes-kept", kind, why)] if why is not None else [])
 
-    def _reads(self, layer: nn.Module, kind: tuple | None) -> tuple[int, int] | None:
+    def _runs(self, layer: nn.Module, kind: tuple | None) -> Graph | None:
         known = self.known.get(layer)
-        return None if known is None or kind is None else known.reads(kind)
+        return None if known is None or kind is None else known.runs(kind)
 
     def _kind(self, args: tuple, kwargs: dict) -> tuple | None:
         """What a layer's attention may follow, beside tensors; None where it has a mask or is told of documents."""
@@ -310,6 +314,14 @@ class Rounding:
             self.computes = self.computes if tokens < self.computes else float("inf")
         elif waits is not None:
             self.computes = min(self.computes, tokens)
+
+
+def _is_alike(whole: Graph, flat: Graph) -> bool:
+    """Whether documents' graph does what one without a mask does, and reads other tokens as often.
+
+    A layer may do more where it is given no mask. (What it does for a mask comes on top.)
+    """
+    return (whole.causal, whole.recurrences) == (flat.by_documents, flat.recurrences) and flat.covers(whole)
 
 
 def _why_not_filled_up(graph: Graph | None) -> Note | None:
