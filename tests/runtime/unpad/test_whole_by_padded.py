@@ -35,8 +35,10 @@ def follow(ours, plain, batches, **limits) -> None:
         assert_close(zoo.step(ours, dict(batch)), zoo.step(plain, dict(batch)), **limits)
 
 
-def test_two_graphs_serve_all_batches(shapes):
-    ours, plain = pair(lambda: zoo.make("llama").double())
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_two_graphs_serve_all_batches(shapes, family):
+    """GPT-2's layers are given their mask by position."""
+    ours, plain = pair(lambda: zoo.make(family).double())
     follow(ours, plain, [whole(20), padded(), padded(3, 24, "left"), whole(24), whole(9, 5), whole(20)], **EXACT)
     rows = [shape for shape in shapes.last(6) if shape[0] != 1]
     assert rows == [(2, 20, 64)] * 2  # the first ones, which have constant sizes

@@ -59,7 +59,7 @@ class FlatBatch:
     real: int
     shape: tuple[int, int]
     whole: bool = False  #: whether each row is one document without padding
-    fills: str = ""  #: an argument of layers that is None, and becomes the mask
+    fills: str | int = ""  #: an argument of layers that is None, and becomes the mask: its name, or its position
     #: such that become ones [1, N] of these dtypes: which tokens are real
     real_rows: tuple[tuple[str, torch.dtype], ...] = ()
     rounds: bool = False  #: whether it is no other batch than its rows, and only its size is another, see `rounding`

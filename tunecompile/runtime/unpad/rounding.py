@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +29,7 @@ from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch, multiple_on, rounded_to
 from tunecompile.runtime.unpad.image_bounds import ImageBounds
-from tunecompile.runtime.unpad.masks.given import MASK, hidden_in, mask_in
+from tunecompile.runtime.unpad.masks.given import MASK, hidden_in, mask_in, place_of_mask
 from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 from tunecompile.runtime.unpad.told import Told
@@ -141,7 +141,7 @@ class Rounding:
         images = getattr(slot_of(layer), "images", None)
         if images is not None:
             return self._patches(call, images, args, kwargs)
-        kind, hidden = self._kind(args, kwargs), hidden_in(args, kwargs)
+        kind, hidden = self._kind(layer, args, kwargs), hidden_in(args, kwargs)
         if kind is None or hidden is None or hidden.dim() != 3:
             return None
         rows, length, _ = hidden.shape
@@ -154,7 +154,10 @@ class Rounding:
         told = self.told.get(layer)
         if told is not None:
             return told.tell(flat)
-        return flat if self.known[layer].attends_alone else None
+        if not self.known[layer].attends_alone:
+            return None
+        place = place_of_mask(layer, args, kwargs)
+        return flat if place == flat.fills else replace(flat, fills=place)
 
     def _of_rows(self, call: OwnerCall, rows: int, length: int, device: torch.device) -> FlatBatch | None:
         """Rows without padding as documents; None where they come as they are."""
@@ -180,7 +183,7 @@ class Rounding:
             return
         if graph.of_images:
             self.towers[layer] = graph
-        kind = self._kind(args, kwargs)
+        kind = self._kind(layer, args, kwargs)
         if kind is None:
             if mask_in(args, kwargs) is not None:
                 self.masked.add(layer)
@@ -208,12 +211,12 @@ class Rounding:
             self.masked.add(layer)
         if flat.drops and graph is not None:
             self.graphs.add(graph)
-            self.told[layer] = Told.of(flat, args, kwargs)
+            self.told[layer] = Told.of(layer, flat, args, kwargs)
         if flat.joins and not self._is_of_padded(graph):
             raise NotTokenWise(note("own-mask"))
         if not flat.rounds or flat.bounds is not None or graph is None:
             return
-        whole = self._runs(layer, self._kind(args, kwargs))
+        whole = self._runs(layer, self._kind(layer, args, kwargs))
         if whole is None or not ((whole, graph) in self.alike or _is_alike(whole, graph)):
             raise NotTokenWise(note("own-mask"))
         self.alike.add((whole, graph))
@@ -239,9 +242,12 @@ class Rounding:
         known = self.known.get(layer)
         return None if known is None or kind is None else known.runs(kind)
 
-    def _kind(self, args: tuple, kwargs: dict) -> tuple | None:
+    def _kind(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
         """What a layer's attention may follow, beside tensors; None where it has a mask or is told of documents."""
-        if MASK not in kwargs or kwargs[MASK] is not None or any(kwargs.get(name) is not None for name in _TOLD):
+        place = place_of_mask(layer, args, kwargs)
+        if place is None or any(kwargs.get(name) is not None for name in (MASK, *_TOLD)):
+            return None
+        if isinstance(place, int) and args[place] is not None:
             return None
         plain = ((name, _plain(value)) for name, value in (*enumerate(args), *kwargs.items()) if value is not None)
         return (getattr(getattr(self.owner, "config", None), "_attn_implementation", None), *plain)

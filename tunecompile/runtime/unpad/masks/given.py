@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from typing import Any
 
@@ -36,6 +38,20 @@ def padding_in(args: tuple, kwargs: dict) -> Tensor | None:
 
 
 MASK = "attention_mask"  #: an argument's name
+
+
+def place_of_mask(layer: nn.Module, args: tuple, kwargs: dict) -> str | int | None:
+    """Where a layer's call has its mask, or nothing in its place: by name, or by position (GPT-2); None if nowhere."""
+    if MASK in kwargs:
+        return MASK
+    place = _position_of_mask(type(layer))
+    return place if place is not None and place < len(args) else None
+
+
+@functools.cache
+def _position_of_mask(kind: type[nn.Module]) -> int | None:
+    names = list(inspect.signature(kind.forward).parameters)[1:]
+    return names.index(MASK) if MASK in names else None
 
 
 def bounds_in(layer: nn.Module, args: tuple, kwargs: dict) -> Tensor | None:
