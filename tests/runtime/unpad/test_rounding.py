@@ -252,6 +252,8 @@ def test_more_attention_of_documents_than_was_causal():
     right = replace(graph, by_documents=1)
     made.ran(layer, flat, *call, right)
     made.ran(layer, flat, *call, replace(right, operations=(*graph.operations, ("mul", "mask"))))  # by the mask
+    adapted = replace(graph, operations=(*graph.operations, (str(nn.functional.linear),)))
+    assert right.covers(adapted), "adapters are switched off"
     with pytest.raises(NotTokenWise):  # it did more without a mask
         made.ran(layer, flat, *call, replace(right, operations=graph.operations[1:]))
     with pytest.raises(NotTokenWise):  # another kind of call, of which nothing is known

@@ -101,6 +101,20 @@ def test_graphs_that_no_padded_batch_ran_by():
 
 
 @pytest.mark.slow
+def test_references_whose_padding_stayed(shapes):
+    """Without adapters no padded batch ran: their rows come as they are from then on, and the policy's do not."""
+    ours, plain = pair(lambda: zoo.adapt(zoo.make("llama"), r=4))
+    for batch in (whole(20), padded(), whole(24), whole(26)):
+        scores = []
+        for model in (ours, plain):
+            with torch.no_grad(), model.disable_adapter():
+                scores.append(model(**batch, use_cache=False).loss)
+        assert torch.allclose(*scores)
+        follow(ours, plain, [batch])
+    assert has(ours, "whole-by-padded", count=2) and not has(ours, "sizes-kept")
+
+
+@pytest.mark.slow
 def test_attention_that_was_replaced_since(shapes, monkeypatch):
     """Without a mask it sees all tokens now. Padded batches have masks."""
     ours, plain = pair(lambda: zoo.make("llama"))

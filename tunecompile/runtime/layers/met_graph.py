@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from tunecompile.compiler.token_wise.graph import hands_on, is_told_of_images, r
 from tunecompile.notes import Note
 
 _ATTENTION = str(F.scaled_dot_product_attention)
+#: operations that leave tokens apart, whatever their arguments: those of LoRA
+_APART = {*map(str, (F.linear, F.dropout, operator.add, operator.mul)), "to"}
 _PLAIN = (int, float, str, torch.dtype)
 
 
@@ -63,8 +66,11 @@ class MetGraph:
         return self._without_integers() == other._without_integers()
 
     def covers(self, other: MetGraph) -> bool:
-        """Whether it has all operations of another, whatever the integers, but for calls of attention."""
-        return not other._beside_attention() - self._beside_attention()
+        """Whether it has all operations of another, whatever the integers.
+
+        But for calls of attention, and for what adapters do to each token: they may be switched off.
+        """
+        return all(name in _APART for name, *_ in other._beside_attention() - self._beside_attention())
 
     def _beside_attention(self) -> Counter[tuple]:
         return Counter(each for each in self._without_integers() if each[0] != _ATTENTION)

@@ -117,6 +117,7 @@ class Rounding:
         self.towers: weakref.WeakKeyDictionary[nn.Module, Graph] = weakref.WeakKeyDictionary()  #: of the last calls
         self.refused: Note | None = None  #: why no size is rounded from now on
         self.kept: Note | None = None  #: why the last one that changed was not
+        self.scores = True  #: whether those of calls without gradients are
         self.count = 0  #: steps
         self.first: tuple[int, int] | None = None  #: the first rows without padding that came as they are
         self.apart = False  #: whether others did, which have a graph of their own
@@ -136,7 +137,7 @@ class Rounding:
         """The batch of a layer's call that has no mask, of another size; None where it stays as it is."""
         if call is None or not call.rounds or self.refused is not None or _is_repeated(call):
             return None
-        if call.sized and call.rounded is None:
+        if (call.sized and call.rounded is None) or not (self.scores or call.trains):
             return None
         images = getattr(slot_of(layer), "images", None)
         if images is not None:
@@ -228,8 +229,13 @@ class Rounding:
             self.count += not call.rounded.joins
 
     def refuse(self, reason: Note) -> None:
-        """From now on every size comes as it is."""
-        self.refused = reason
+        """From now on every size comes as it is; of calls without gradients, if this was one: a reference's, say, whose
+        adapters are switched off.
+        """
+        if torch.is_grad_enabled():
+            self.refused = reason
+        else:
+            self.scores = False
 
     def report(self) -> list[Note]:
         """For the report."""
