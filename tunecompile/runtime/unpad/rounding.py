@@ -77,7 +77,7 @@ class Graph(Protocol):
         ...
 
     def covers(self, other: Any) -> bool:
-        """Whether it has all operations of another, whatever the integers, but for calls of attention."""
+        """Whether it has all operations of another, but for attention, and for what adapters do to each token."""
         ...
 
 
@@ -123,7 +123,8 @@ class Rounding:
         self.apart = False  #: whether others did, which have a graph of their own
         self.joined = 0  #: how many others came as documents, since padded ones do
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()  #: of padded batches
-        self.told: weakref.WeakKeyDictionary[nn.Module, Told] = weakref.WeakKeyDictionary()  #: of padded batches
+        #: of padded batches: the graph that ran, whose constants say it all, so that it is read once
+        self.told: weakref.WeakKeyDictionary[nn.Module, tuple[Graph, Told]] = weakref.WeakKeyDictionary()
         self.alike: set[tuple[Graph, Graph]] = set()  #: graphs without a mask, and of documents that are as good
         self.looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  #: layers of which a call came as it is
         self.masked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  #: layers that were given a mask of whole rows
@@ -154,7 +155,7 @@ class Rounding:
             return None
         told = self.told.get(layer)
         if told is not None:
-            return told.tell(flat)
+            return told[1].tell(flat)
         if not self.known[layer].attends_alone:
             return None
         place = place_of_mask(layer, args, kwargs)
@@ -212,13 +213,16 @@ class Rounding:
             self.masked.add(layer)
         if flat.drops and graph is not None:
             self.graphs.add(graph)
-            self.told[layer] = Told.of(layer, flat, args, kwargs)
+            if layer not in self.told or self.told[layer][0] is not graph:
+                self.told[layer] = graph, Told.of(layer, flat, args, kwargs)
         if flat.joins and not self._is_of_padded(graph):
             raise NotTokenWise(note("own-mask"))
         if not flat.rounds or flat.bounds is not None or graph is None:
             return
         whole = self._runs(layer, self._kind(layer, args, kwargs))
-        if whole is None or not ((whole, graph) in self.alike or _is_alike(whole, graph)):
+        if (whole, graph) in self.alike:
+            return
+        if whole is None or not _is_alike(whole, graph):
             raise NotTokenWise(note("own-mask"))
         self.alike.add((whole, graph))
 
