@@ -126,17 +126,16 @@ def render_shapes(folder: Path = RESULTS) -> str:
     found, last = {}, {}
     results = sorted(load_all("shapes*.json", folder), key=lambda result: result["date"])
     for result in results:
+        made = {}
         for run in (run for run in result["runs"] if run["status"] != "skipped"):
-            found.setdefault(run["family"], {})[run["mode"]] = run
-            last[run["family"]] = result
+            made.setdefault(run["family"], {})[run["mode"]] = run
+        for family, runs in made.items():
+            found.setdefault(family, {}).update(runs)
+            last[family] = runs
     if not found:
         return ""
     rows = [
-        [
-            family,
-            *(_shape_cell(runs.get(mode)) for mode in SHAPE_MODES),
-            *_graphs_and_seconds(run for run in runs.values() if run in last[family]["runs"]),
-        ]
+        [family, *(_shape_cell(runs.get(mode)) for mode in SHAPE_MODES), *_graphs_and_seconds(last[family].values())]
         for family, runs in found.items()
     ]
     head = ("family", *SHAPE_MODES.values(), "graphs a kind of layer", "first step, s", "last step, s")
