@@ -8,7 +8,7 @@ import torch
 
 from tests.support import zoo
 from tunecompile.runtime.layers.variant import Variant
-from tunecompile.runtime.unpad import flat_batch, rounding
+from tunecompile.runtime.unpad import decision, flat_batch, rounding
 from tunecompile.runtime.unpad.rounding import Rounding
 
 MULTIPLE = 64  #: in place of what kernels of a GPU are made for
@@ -25,6 +25,11 @@ def waited_for(monkeypatch, learns: bool = True) -> None:
     monkeypatch.setattr(rounding, "SIZES", SIZES)
     for module in (flat_batch, rounding):
         monkeypatch.setattr(module, "multiple_on", lambda device: MULTIPLE)
+
+
+def kernels_have_windows(monkeypatch) -> None:
+    """As a GPU's have, so that whole rows longer than a window run as documents."""
+    monkeypatch.setattr(decision, "narrows", lambda window, mask: 0 < window < mask.shape[-1])
 
 
 def whole(length: int, rows: int = 2) -> dict:

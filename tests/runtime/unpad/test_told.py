@@ -1,5 +1,7 @@
 """How a layer is told of padding, and rows without any alike."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -26,8 +28,7 @@ def test_where_a_mask_is_given():
 
 
 def rows(window: int = 0, **changes) -> FlatBatch:
-    made = FlatBatch.of_whole_rows(2, 6, window, CPU)
-    return made if not changes else FlatBatch(**{**vars(made), **changes})
+    return replace(FlatBatch.of_whole_rows(2, 6, window, CPU), **changes)
 
 
 def test_what_padded_batches_gave():

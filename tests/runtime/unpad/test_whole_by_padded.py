@@ -13,10 +13,10 @@ from tests.support.compare import assert_close
 from tests.support.models import hybrids
 from tests.support.models.pairs import pair
 from tests.support.notes import fell_back, has
-from tests.support.rounding import Shapes, whole
+from tests.support.rounding import Shapes, kernels_have_windows, whole
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.runtime.layers.met_graph import MetGraph
-from tunecompile.runtime.unpad import decision, rounding
+from tunecompile.runtime.unpad import rounding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 
 pytest.importorskip("transformers")
@@ -152,7 +152,7 @@ def test_full_layers_beside_those_with_a_window(shapes, family, window, graphs, 
     """A GPU's kernels have windows, so that these layers run as documents from the first batch on. Gemma 4's hand on
     keys, whose first stride is any.
     """
-    monkeypatch.setattr(decision, "narrows", lambda window, mask: 0 < window < mask.shape[-1])
+    kernels_have_windows(monkeypatch)
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": window, "num_hidden_layers": 2}
     ours, plain = pair(lambda: zoo.adapt(zoo.make(family, **kinds), r=4).double())
     follow(ours, plain, [whole(20), padded(), whole(24), whole(9, 5), whole(20)], loss=1e-6, limit=1e-6)

@@ -10,8 +10,7 @@ from tests.support.compare import assert_same_flattened
 from tests.support.matrix.families import EMBEDDED
 from tests.support.models.pairs import pair
 from tests.support.reports import as_documents, flattened
-from tests.support.rounding import Shapes, waited_for, whole
-from tunecompile.runtime.unpad import decision
+from tests.support.rounding import Shapes, kernels_have_windows, waited_for, whole
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -23,7 +22,7 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Those of a GPU have windows; a CPU's do not."""
-    monkeypatch.setattr(decision, "narrows", lambda window, mask: 0 < window < mask.shape[-1])
+    kernels_have_windows(monkeypatch)
 
 
 @pytest.mark.parametrize(
