@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import queue
+import re
 import sys
 import time
 import traceback
@@ -38,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--modes", type=lambda text: text.split(","), default=list(MODES), help="all, if not given; in this order"
     )
-    parser.add_argument("--families", type=lambda text: text.split(","), help="all, if not given")
+    parser.add_argument("--families", type=lambda text: re.split(",(?! )", text), help="all, if not given")
     parser.add_argument("--without", type=Path, nargs="*", default=[], help="results whose cells are left out")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="at a time")
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which no further result is awaited")

@@ -172,3 +172,5 @@ def test_attention_that_is_causal_by_its_argument(name):
     assert causal_calls([graph_of(make)[0]]) == count
     with_one = causal_calls([graph_of(make)[0], graph_of(CAUSAL["one"][0])[0]])
     assert with_one == (None if count is None else count + 1)
+    both_ways = {"not causal": 1, "none": 0}.get(name)
+    assert causal_calls([graph_of(make)[0]], causal=False) == both_ways

@@ -35,16 +35,21 @@ def frozen():
     "layer, args",
     [
         (nn.Linear(4, 4), (embedded(trained=True),)),
-        (nn.Linear(4, 4), (embedded(), embedded(trained=True))),
         (nn.Linear(4, 4), (embedded(dtype=torch.long),)),
         (nn.Linear(4, 4), ((embedded(), embedded()),)),
         (nn.Linear(4, 4), (torch.ones(3), 2)),
         (frozen(), (embedded(),)),
     ],
-    ids=["trained", "another trained", "numbers", "in a tuple", "no hidden states", "frozen"],
+    ids=["trained", "numbers", "in a tuple", "no hidden states", "frozen"],
 )
 def test_where_no_gradient_is_asked_for(layer, args):
     assert require_grad(layer, args, {}) == (args, {}, None)
+
+
+def test_the_first_layer_of_a_decoder():
+    """An encoder's states have a gradient; its own need none, and those of the next layers do."""
+    args, _, shared = require_grad(nn.Linear(4, 4), (embedded(), encoded := embedded(trained=True)), {})
+    assert args[0].requires_grad and shared.given is args[0] and args[1] is encoded
 
 
 def test_without_gradients_none_is_asked_for():

@@ -96,12 +96,14 @@ class Kind:
             classes=SimpleNamespace(version=7),
             weights_read=more.get("read", False),
             background=more.get("background"),
+            masked=SimpleNamespace(known=more.get("known", False)),
         )
         self.slot = SimpleNamespace(
             **dict(region=region, step=SimpleNamespace(images=images), place=5, owner="owner"),
             **dict(placement=more.get("placement"), hooked=lambda: more.get("hooks", ())),
             inside=SimpleNamespace(collected=more.get("collected", False), hooks=()),
             switched_off=SimpleNamespace(active=("default",)),
+            gives=more.get("gives", True),
         )
 
     def __call__(self, *args, scores=False, **kwargs):
@@ -176,7 +178,7 @@ def test_hooks_of_transformers_collect_attention_where_no_others_are(monkeypatch
 def test_the_first_layers_view_and_a_towers_images_are_told(monkeypatch, first, images):
     monkeypatch.setattr(layer_slot, "without_view", lambda args, kwargs: ((*args, "no view"), kwargs, "shared"))
     told = SimpleNamespace(tell=lambda args, kwargs: {**kwargs, "told": args})
-    slot = SimpleNamespace(first=first, images=told if images else None)
+    slot = SimpleNamespace(first=first, images=told if images else None, padding=None)
     args = (1, "no view") if first else (1,)
     expected = {"a": 2, "told": args} if images else {"a": 2}
     assert LayerSlot._told(slot, (1,), {"a": 2}) == (args, expected, "shared" if first else None)

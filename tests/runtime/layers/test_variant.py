@@ -52,6 +52,7 @@ def compile_once(monkeypatch):
             **dict(graphs=0, batch=0, breaks=[], recompiles=[], contexts=[], integers_change=False),
             **dict(histories=defaultdict(History), effort=effort, backend=backend, _traced=lambda: traced.append(1)),
             **{"flat": False, "unread": False, "waits": False, "jobs": [], **state},
+            _by_masks=lambda gm: (None, ()),
         )
         gm = fx.symbolic_trace(torch.nn.Tanh())
         if broken is not None:

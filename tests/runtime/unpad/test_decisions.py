@@ -19,9 +19,9 @@ from tunecompile.runtime.unpad import unpad as module
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, UnpadDecision, decide, narrows
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_padding, windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.owner_call import LastCall, OwnerCall
+from tunecompile.runtime.unpad.owner_call import LastCall, OwnerCall, scores
 from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
-from tunecompile.runtime.unpad.unpad import Unpadding, scores
+from tunecompile.runtime.unpad.unpad import Unpadding
 
 # -- masks ---------------------------------------------------------------------------------------------------------------
 

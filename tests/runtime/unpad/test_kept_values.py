@@ -118,7 +118,7 @@ def step(model: torch.nn.Module, inputs: dict) -> tuple[float, dict]:
     "kind, of_result",
     [
         (InAttribute, False),
-        (InGivenList, False),
+        pytest.param(InGivenList, False, marks=pytest.mark.slow),
         pytest.param(InSharedList, False, marks=pytest.mark.slow),
         (InAttribute, True),
         pytest.param(InSharedList, True, marks=pytest.mark.slow),

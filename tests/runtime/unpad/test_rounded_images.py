@@ -182,6 +182,7 @@ class Mixing(nn.Module):
         return self.inner(x) - x.mean(0)
 
 
+@pytest.mark.slow
 def test_blocks_that_mix_patches(shapes, monkeypatch):
     monkeypatch.setattr("tunecompile.runtime.unpad.refusals._is_known", lambda forward: True)
     plain = Tower().double()

@@ -208,6 +208,7 @@ def test_dropout_in_attention(shapes):
     assert all(rows == 2 for rows, *_ in shapes.last(2))
 
 
+@pytest.mark.slow
 def test_attention_that_is_causal_no_more(shapes):
     """A user who trains an encoder from a decoder's weights, after some steps."""
     ours, plain = pair(lambda: zoo.make("llama"))

@@ -47,7 +47,7 @@ def test_two_graphs_serve_all_batches(shapes, family):
     assert has(ours, "whole-by-padded", count=2) and has(ours, "padding-removed", count=2)
 
 
-@pytest.mark.parametrize("window, graphs, joined", [(32, 2, 2), (22, 3, 1)])
+@pytest.mark.parametrize("window, graphs, joined", [(32, 2, 2), pytest.param(22, 3, 1, marks=pytest.mark.slow)])
 def test_windows_that_are_constants_of_graphs(shapes, window, graphs, joined):
     """No row is as long as the first one. Of rows longer than the second the model makes a mask itself."""
     ours, plain = pair(lambda: zoo.make("mistral", sliding_window=window).double())
@@ -84,6 +84,27 @@ def test_layers_whose_attention_is_not_known_to_be_causal(shapes):
     ours, plain = pair(both_ways)
     follow(ours, plain, [whole(20), padded(), whole(24)])
     assert shapes.last(1) == [(2, 24, 64)] and not has(ours, "whole-by-padded")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_switches_that_were_turned_since(causal):
+    """An attribute says whether attention is causal: what was learnt holds as long as it does."""
+    layer, graph = nn.Linear(1, 1), MetGraph((), True, causal=1 if causal else None, both_ways=None if causal else 1)
+    layer.is_causal = causal
+    known = rounding.WithoutMask.of(layer)
+    known.calls[("kind",)] = graph
+    assert known.runs(("kind",)) is graph and known.runs(("other",)) is None
+    layer.is_causal = not causal
+    assert known.runs(("kind",)) is None
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_rows_see_as_far_as_they_did(both_ways):
+    """As many calls see all tokens, or what stands before each, in both graphs."""
+    whole = MetGraph((), True, causal=None if both_ways else 1, both_ways=1 if both_ways else None)
+    flat = MetGraph((), True, by_documents=1)
+    assert rounding._is_alike(whole, flat, both_ways) and not rounding._is_alike(whole, flat, not both_ways)
+    assert not rounding._is_alike(whole, replace(flat, by_documents=2), both_ways)
 
 
 def test_graphs_that_no_padded_batch_ran_by():

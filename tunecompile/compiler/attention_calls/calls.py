@@ -49,18 +49,22 @@ def attention_calls(graph: Graph, unread: bool = False) -> dict[Node, FoundAtten
     return found
 
 
-def causal_calls(graphs: Sequence[Graph]) -> int | None:
+def causal_calls(graphs: Sequence[Graph], causal: bool = True) -> int | None:
     """How many calls of torch's function graphs have, if these are all attention, causal by an argument and no mask.
 
+    causal: False for calls that see all tokens.
+
     Returns:
-        None where any has a mask, is not causal, is written out, or reads other tokens than its queries'.
+        None where any has a mask, or another argument, is written out, or reads other tokens than its queries'.
     """
     calls = [node for graph in graphs for node in graph.nodes if node.target is F.scaled_dot_product_attention]
     if any(written_out_attention(graph) for graph in graphs):
         return None
     for call in map(attention_arguments, calls):
         query, key = (value(each).shape[-2] for each in (call.query, call.key))
-        if call.mask is not None or call.causal is not True or str(query) != str(key):  # compared, they would be guards
+        if (
+            call.mask is not None or call.causal is not causal or str(query) != str(key)
+        ):  # compared, they would be guards
             return None
     return len(calls)
 

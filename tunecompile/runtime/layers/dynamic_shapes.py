@@ -52,6 +52,8 @@ class _Shapes:
 
     lengths: tuple[int, ...] = ()  #: of the last call
     last: tuple[torch.Size, ...] = ()
+    names: tuple[Any, ...] = ()  #: arguments of the first call
+    alike: bool = True  #: whether the last call had the same ones
     shapes: dict[Any, torch.Size] = field(default_factory=dict)  #: of each argument, when it was seen last
     following: dict[Any, set[int]] = field(default_factory=dict)  #: dimensions that are one of the lengths
     others: dict[Any, set[int]] = field(default_factory=dict)  #: dimensions that change by themselves
@@ -62,6 +64,9 @@ class _Shapes:
         if shapes == self.last and all(where in self.shapes for where, _ in tensors):
             return
         self.last, self.lengths = shapes, _lengths(tensors, sizes)
+        names = tuple([where for where, _ in tensors])
+        self.names = self.names or names
+        self.alike = names == self.names
         for where, tensor in tensors:
             self._learn(where, tensor)
 
@@ -81,9 +86,10 @@ class _Shapes:
 class DynamicShapes:
     """Which dimensions of which arguments follow the batch.
 
-    The first lengths are compiled with constant sizes. From the second on, all dimensions that follow are symbolic
-    together; left alone, Dynamo would learn them one at a time, with a recompilation each. Which ones follow is learnt
-    from the shapes seen: a dimension that equals a length by chance drops out when lengths change and it does not.
+    The first lengths are compiled with constant sizes, for calls with the arguments of the first one: with a mask, or
+    without. From the second on, all dimensions that follow are symbolic together; left alone, Dynamo would learn them
+    one at a time, with a recompilation each. Which ones follow is learnt from the shapes seen: a dimension that equals
+    a length by chance drops out when lengths change and it does not.
     """
 
     first: tuple[int, ...] | None = None  #: lengths, see `_lengths`, that are compiled with constant sizes
@@ -105,14 +111,15 @@ class DynamicShapes:
         layer: the place of the layer that is called.
 
         Returns:
-            Whether they are others than the first lengths.
+            Whether they are others than the first lengths, or arguments are.
         """
         seen = self.seen[layer]
         seen.look(tensors, sizes)
         if self.first is None:
             self.first = seen.lengths
-        _mark(tensors, seen, seen.lengths != self.first)
-        return seen.lengths != self.first
+        others = seen.lengths != self.first or not seen.alike
+        _mark(tensors, seen, others)
+        return others
 
     def mark_all(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int = 0) -> bool:
         """As `mark`, with the first lengths as all others."""

@@ -75,16 +75,15 @@ def _with(args: tuple, kwargs: dict, where: int | str, value: Tensor) -> tuple[t
 
 def require_grad(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict, Shared | None]:
     """Let the hidden states of a model's first layer require a gradient, as those of all others do. Otherwise it would
-    be the one call of another kind, and the first step would compile twice. Computing that gradient costs a few tenths
-    of a per cent of a step.
+    be the one call of another kind, and the first step would compile twice. (So in a decoder, whose layers are given an
+    encoder's states as well.) Computing that gradient costs a few tenths of a per cent of a step.
 
     Returns:
         The arguments, and whose memory is shared; None where they stay as they are.
     """
-    tensors = [(where, tensor) for where, tensor in tensors_in(args, kwargs) if tensor.dim() > 1]
-    if not torch.is_grad_enabled() or not tensors or any(tensor.requires_grad for _, tensor in tensors):
+    where, hidden = next(((w, t) for w, t in tensors_in(args, kwargs) if t.dim() > 1), (None, None))
+    if not torch.is_grad_enabled() or hidden is None or hidden.requires_grad:
         return args, kwargs, None
-    where, hidden = tensors[0]
     if isinstance(where, tuple) or not hidden.is_floating_point():
         return args, kwargs, None
     if not any(parameter.requires_grad for parameter in layer.parameters()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import math
@@ -23,7 +24,8 @@ from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan
 from tunecompile.runtime.cuda_graphs.replay import unrecorded
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, mark_flat, mark_patches, tensors_in
 from tunecompile.runtime.layers.force_grad import Shared, drop_graph, require_grad, without_graph, without_view
-from tunecompile.runtime.layers.met_graph import last_met
+from tunecompile.runtime.layers.masked_graphs import MasksWanted, OtherGraph
+from tunecompile.runtime.layers.met_graph import also_watching, last_met
 from tunecompile.runtime.layers.placed_layer import PlacedLayer
 from tunecompile.runtime.layers.region import CallKind, Region
 from tunecompile.runtime.layers.unread_weights import are_unread, unread
@@ -34,6 +36,7 @@ from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import LONGEST_IMAGE, OFFSETS, WINDOW, FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
+from tunecompile.runtime.unpad.masks.neutral import in_one_form, is_mask
 from tunecompile.runtime.unpad.masks.pairs import real_masks
 from tunecompile.runtime.unpad.stale_rows import take_back
 from tunecompile.runtime.unpad.unpad import Unpadding
@@ -60,6 +63,7 @@ class LayerSlot(PlacedLayer):
         self.checkpointed_by: Callable | None = None
         self.padding: Unpadding | None = None
         self.variant: Variant | None = None
+        self.gives = False  #: whether the call that runs may be given masks
         self.batch = 0  #: the number of its owner's call in which it trained last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,12 +130,28 @@ class LayerSlot(PlacedLayer):
         if self.padding is not None and self.padding.recorded:
             args, kwargs = real_masks(args), real_masks(kwargs)
         before = entries_before(args, kwargs)
-        output = self._run_as(mode, args, kwargs)
+        running = None if self.padding is None else self.padding.running
+        self.gives = running is not None and self.padding.neutral.may_be_given(running)
+        try:
+            output = self._run_as(mode, *in_one_form(running, args, kwargs))
+        except MasksWanted as wanted:  # nothing of this layer ran
+            return self._under_masks(wanted, mode, args, kwargs)
         if before:
             note_written(before, DynamicShapes.of(list(tensors_in(args, kwargs))))
         if self.padding is not None:
             self.padding.rounding.came(self.layer, args, kwargs, last_met())
         return output
+
+    def _under_masks(self, wanted: MasksWanted, mode: Mode, args: tuple, kwargs: dict) -> Any:
+        """The call on a batch without padding by the graph of batches with."""
+        asked = self.variant
+        given = self.padding.neutral.give(self.padding.running, wanted.masks, args, kwargs)
+        if given is not None:
+            with contextlib.suppress(OtherGraph), also_watching(wanted.compare):
+                return self._run_as(mode, *given)
+        self.region.masked.closed = True
+        self.region.forget(asked)
+        return self._as_it_comes(mode, args, kwargs)
 
     def _run_as(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
         if mode is Mode.SCORE:
@@ -251,9 +271,9 @@ class LayerSlot(PlacedLayer):
             return finish(output)
 
     def _told(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Shared | None]:
-        """The arguments, as they are traced, and whose memory the first layer's share."""
-        shared = None
-        if self.first:
+        """The arguments, as they are traced, and whose memory they share: the first layer's, or behind a row."""
+        shared, running = None, None if self.padding is None else self.padding.running
+        if self.first or (running is not None and (running.drops or running.rounded is not None)):
             args, kwargs, shared = without_view(args, kwargs)
         return args, kwargs if self.images is None else self.images.tell(args, kwargs), shared
 
@@ -282,8 +302,9 @@ class LayerSlot(PlacedLayer):
         ones, kinds = (size == 1 for size in sizes), ((where, t.dtype, t.requires_grad) for where, t in tensors)
         by_hooks = output_capturing.collects_attention(self.owner) and not setting[3] and not self.inside.collected
         left_out = are_unread(kwargs, by_hooks) and self.placement is None and not self.region.weights_read
+        gives = self.gives and others and self.region.masked.known and not any(is_mask(each) for _, each in tensors)
         others = self.region.background is not None and others
-        return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out, others), sizes
+        return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out, others, gives), sizes
 
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients, by the code that trains: of another graph some sums are rounded otherwise."""
@@ -337,11 +358,8 @@ class LayerSlot(PlacedLayer):
 
     def _forget_variant(self, flat: FlatBatch) -> None:
         """No call runs it, unless it is a tower's, which runs other rows as well."""
-        if flat.bounds is not None:
-            return
-        self.region.variants = {
-            key: variant for key, variant in self.region.variants.items() if variant is not self.variant
-        }
+        if flat.bounds is None:
+            self.region.forget(self.variant)
 
     def note_eager(self) -> None:
         """A call ran by the layer's own code although it should have been compiled."""

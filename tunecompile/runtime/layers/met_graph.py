@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from tunecompile.compiler.attention_calls import attention_calls, causal_calls
+from tunecompile.compiler.attention_calls.neutral_masks import Flow
 from tunecompile.compiler.token_wise.graph import hands_on, is_told_of_images, recurrences
 from tunecompile.notes import Note
 
@@ -33,15 +34,19 @@ class MetGraph:
     dynamic: bool  #: whether sizes are symbols, in whose place another graph has integers
     hands_on: int = 0  #: how many tensors [1, H, N, D] it returns, if it is one for a row of documents
     causal: int | None = None  #: how many calls of attention are causal without a mask; None where not all are
+    both_ways: int | None = None  #: how many see all tokens, without a mask; None where not all do
     by_documents: int = 0  #: how many are under a document mask
     recurrences: int = 0  #: how many of its ops read tokens before each, and no other document's where they are told
     alone: bool = True  #: whether a call of the layer runs no other
     of_images: bool = False  #: whether it is a tower's, and told where images begin
     mixes: Note | None = None  #: why a tower's may read more patches than those of an image
+    flows: tuple[Flow, ...] = ()  #: what it computes where its masks leave nothing out
 
     @classmethod
-    def of(cls, gm: GraphModule, mixes: Note | None = None, alone: bool = True) -> MetGraph:
-        """What Dynamo's graph computes, its bodies included; mixes, alone: see there."""
+    def of(
+        cls, gm: GraphModule, mixes: Note | None = None, alone: bool = True, flows: tuple[Flow, ...] = ()
+    ) -> MetGraph:
+        """What Dynamo's graph computes, its bodies included; mixes, alone, flows: see there."""
         graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
         values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
         nodes = (node for graph in graphs for node in graph.nodes if node.op.startswith("call"))
@@ -52,11 +57,13 @@ class MetGraph:
             any(isinstance(value, torch.SymInt) for value in values),
             hands_on(gm),
             causal_calls(graphs),
+            causal_calls(graphs, causal=False),
             by_documents,
             sum(map(recurrences, graphs)),
             alone,
             is_told_of_images(gm),
             mixes,
+            flows,
         )
 
     def computes_as(self, other: MetGraph) -> bool:

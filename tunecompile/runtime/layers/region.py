@@ -24,6 +24,7 @@ from tunecompile.runtime.background.waiting import Background
 from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes
+from tunecompile.runtime.layers.masked_graphs import MaskedGraphs
 from tunecompile.runtime.layers.module_watch import ClassWatch
 from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.memory.weight_cache import WeightCache
@@ -42,6 +43,8 @@ class CallKind(NamedTuple):
     #: whether its sizes are others than the first ones. Where code comes from the background, these have a function of
     #: their own: that of the first ones is not traced anew when there is code for all others
     others: bool = False
+    #: whether it is of such sizes without a mask, and may be given one, to run by the graph of calls that have some
+    gives: bool = False
 
 
 @dataclass
@@ -60,6 +63,7 @@ class Region:
     sizes: DynamicShapes = field(default_factory=DynamicShapes)
     loops: TokenLoops = field(default_factory=TokenLoops)
     classes: ClassWatch = field(default_factory=ClassWatch)  #: of the modules in its layers
+    masked: MaskedGraphs = field(default_factory=MaskedGraphs)
     bypassed: bool = False
     again: bool = False  #: whether a layer was called twice in one forward of its owner
     in_tower: bool | None = None  #: whether layers of its owner may be told where images begin; None: not known yet
@@ -158,10 +162,17 @@ class Region:
         self, name: str, backend: Backend, kind: CallKind, way: Plan | str | None, waits: bool = False
     ) -> Variant:
         """way: None where the plan is made later."""
-        compiled_as = CompiledAs(self.itself, self.settings[(kind.flat, kind.unread, kind.others, *kind.setting)], way)
+        setting = self.settings[(kind.flat, kind.unread, kind.others, kind.gives, *kind.setting)]
+        compiled_as = CompiledAs(self.itself, setting, way)
         if self.background is not None:  # Dynamo keeps by name what it has learnt of sizes, also of other models'
             name += "_other_sizes" if kind.others else "_first_sizes"
-        return Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread, waits)
+        made = Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread, waits)
+        made.masked, made.gives = self.masked, kind.gives
+        return made
+
+    def forget(self, variant: Variant) -> None:
+        """No call runs it any more."""
+        self.variants = {key: each for key, each in self.variants.items() if each is not variant}
 
     def change_over(self, key: tuple[Plan | str, CallKind]) -> None:
         """The next call of this kind is compiled anew. A backward that is still to come runs what its forward did."""

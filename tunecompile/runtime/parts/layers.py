@@ -21,7 +21,7 @@ from tunecompile.runtime.model_state import ModelCall, Part, State
 from tunecompile.runtime.parts.first_step import FirstStepCheck
 from tunecompile.runtime.step import NotCopied
 from tunecompile.runtime.unpad.norm_slot import NormSlot
-from tunecompile.runtime.unpad.unpad import scores
+from tunecompile.runtime.unpad.owner_call import scores
 
 
 class Layers(Part):

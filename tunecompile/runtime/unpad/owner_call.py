@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tunecompile._torch.autograd import in_backward, in_checkpoint, others_trace
+from tunecompile.integrations.transformers import gives_cache
 from tunecompile.notes import Note
 from tunecompile.runtime.unpad.decision import UnpadDecision
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
@@ -39,6 +41,22 @@ class OwnerCall:
     #: by id: those that layers wrote to, for others to read
     mappings: dict[int, Any] = field(default_factory=dict)
     by_rows: FlatBatch | None = None  #: what a mask [B, T] of a layer that has no other said
+    neutral_masks: dict[Any, Tensor] = field(
+        default_factory=dict
+    )  #: that leave nothing out, and that layers were given
+    masks_in_one_form: dict[int, tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )  #: by id: masks, and what became of them
+
+    def let_go(self) -> None:
+        """It is over: what was decided of its masks lives on."""
+        self.given, self.beside, self.mappings, self.neutral_masks, self.masks_in_one_form = {}, {}, {}, {}, {}
+
+    def is_repeated(self) -> bool:
+        """Whether a checkpoint of the user's repeats the layer that runs, which would have to know. (A re-entrant one
+        runs it without gradients.)
+        """
+        return in_backward() or in_checkpoint() or torch.is_grad_enabled() is not self.trains
 
 
 @dataclass(frozen=True)
@@ -83,3 +101,17 @@ def hidden_of(output: Any) -> Tensor | None:
     """The last hidden states of a model's output."""
     found = getattr(output, "last_hidden_state", output[0] if isinstance(output, (tuple, list)) and output else output)
     return found if isinstance(found, Tensor) else None
+
+
+def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:
+    """Whether this forward computes log-probabilities that are compared with those of training steps (a reference model
+    in DPO, the old policy in GRPO): the same code has to compute them, or its rounding becomes part of the loss.
+    Generation is recognised by its cache.
+    """
+    if not owner.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or others_trace():
+        return False
+    if not takes_cache:
+        return True
+    asked = kwargs.get("use_cache")
+    caches = getattr(getattr(owner, "config", None), "use_cache", True) if asked is None else asked
+    return not caches and not gives_cache(kwargs) and len(args) < 3

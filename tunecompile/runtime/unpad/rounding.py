@@ -23,10 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tunecompile._torch.autograd import in_backward, in_checkpoint
+from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.modules import slot_of
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import Note, note
+from tunecompile.runtime.unpad.documents import BOTH_WAYS
 from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch, multiple_on, rounded_to
 from tunecompile.runtime.unpad.image_bounds import ImageBounds
 from tunecompile.runtime.unpad.masks.given import MASK, hidden_in, mask_in, place_of_mask
@@ -66,6 +67,7 @@ class Graph(Protocol):
     """A compiled graph of a layer."""
 
     causal: int | None  #: how many calls of attention are causal without a mask; None where not all are
+    both_ways: int | None  #: how many see all tokens, without a mask; None where not all do
     by_documents: int  #: how many are under a document mask
     recurrences: int  #: how many ops read tokens before each, and no other document's where they are told
     alone: bool  #: whether a call of the layer runs no other
@@ -95,7 +97,9 @@ class WithoutMask:
 
     def runs(self, kind: tuple) -> Graph | None:
         """What a call of this kind runs; None where that is not known."""
-        return self.calls.get(kind) if all(each["is_causal"] is True for each in self.switches) else None
+        found = self.calls.get(kind)
+        causal = found is not None and found.causal is not None
+        return found if all(each["is_causal"] is causal for each in self.switches) else None
 
     @property
     def attends_alone(self) -> bool:
@@ -136,7 +140,7 @@ class Rounding:
 
     def batch_of(self, call: OwnerCall | None, layer: nn.Module, args: tuple, kwargs: dict) -> FlatBatch | None:
         """The batch of a layer's call that has no mask, of another size; None where it stays as it is."""
-        if call is None or not call.rounds or self.refused is not None or _is_repeated(call):
+        if call is None or not call.rounds or self.refused is not None or call.is_repeated():
             return None
         if (call.sized and call.rounded is None) or not (self.scores or call.trains):
             return None
@@ -191,7 +195,7 @@ class Rounding:
                 self.masked.add(layer)
             return
         self.looked.add(layer)
-        if graph.causal is None or not graph.alone:
+        if (graph.causal is None and graph.both_ways is None) or not graph.alone:
             return
         known = self.known.get(layer)
         if known is None:
@@ -222,7 +226,7 @@ class Rounding:
         whole = self._runs(layer, self._kind(layer, args, kwargs))
         if (whole, graph) in self.alike:
             return
-        if whole is None or not _is_alike(whole, graph):
+        if whole is None or not _is_alike(whole, graph, flat.window == BOTH_WAYS):
             raise NotTokenWise(note("own-mask"))
         self.alike.add((whole, graph))
 
@@ -332,12 +336,13 @@ class Rounding:
             self.computes = min(self.computes, tokens)
 
 
-def _is_alike(whole: Graph, flat: Graph) -> bool:
-    """Whether documents' graph does what one without a mask does, and reads other tokens as often.
+def _is_alike(whole: Graph, flat: Graph, both_ways: bool) -> bool:
+    """Whether documents' graph does what one without a mask does, and reads other tokens as often, and as far.
 
     A layer may do more where it is given no mask. (What it does for a mask comes on top.)
     """
-    return (whole.causal, whole.recurrences) == (flat.by_documents, flat.recurrences) and flat.covers(whole)
+    calls = whole.both_ways if both_ways else whole.causal
+    return (calls, whole.recurrences) == (flat.by_documents, flat.recurrences) and flat.covers(whole)
 
 
 def _why_not_filled_up(graph: Graph | None) -> Note | None:
@@ -356,10 +361,3 @@ _TOLD = (*sorted(BOUNDARIES), "is_causal")
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str)) else type(value)
-
-
-def _is_repeated(call: OwnerCall) -> bool:
-    """Whether a checkpoint of the user's repeats the layer, which would have to know. (A re-entrant one runs it without
-    gradients.)
-    """
-    return in_backward() or in_checkpoint() or torch.is_grad_enabled() is not call.trains

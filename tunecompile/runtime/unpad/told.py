@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from tunecompile.runtime.unpad.documents import BOTH_WAYS
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.masks.given import MASK, mask_in, place_of_mask
 
@@ -32,5 +33,5 @@ class Told:
 
         A row that is no longer than a window is seen as without it.
         """
-        window = self.window if self.window >= whole.shape[1] else 0
+        window = self.window if self.window == BOTH_WAYS or self.window >= whole.shape[1] else 0
         return replace(whole, window=window, fills=self.pairs, real_rows=self.rows)

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tunecompile._torch.autograd import in_backward, in_checkpoint, others_trace
+from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import loss_caller
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
-from tunecompile.integrations.transformers import gives_cache
 from tunecompile.notes import Note, note
 from tunecompile.runtime.layers.met_graph import MetGraph
 from tunecompile.runtime.step import Step
@@ -34,9 +33,10 @@ from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
 from tunecompile.runtime.unpad.handed_on import is_seen
 from tunecompile.runtime.unpad.masks.given import bounds_in, is_given, mask_in, padding_in
+from tunecompile.runtime.unpad.masks.neutral import NeutralMasks
 from tunecompile.runtime.unpad.masks.pairs import identity, version
 from tunecompile.runtime.unpad.masks.recorder import compiled_parts, recorder_for
-from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of
+from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of, scores
 from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
 from tunecompile.runtime.unpad.rounding import Replays, Rounding
 from tunecompile.runtime.unpad.stale_rows import StaleRow, take_back
@@ -68,6 +68,7 @@ class Unpadding:
         self.owner, self.members, self.step, self.head_is_called = owner, members, step, head_is_called
         self.watch = refusals.OwnerWatch(owner, members)
         self.presumptions, self.rounding = Presumptions(), Rounding(owner, members, self.watch, replays)
+        self.neutral = NeutralMasks(owner)
         self.gathered: bool | None = None  #: whether layers gather weights from other ranks; None until it is looked at
         self.notes: dict[Note, None] = {}
         self.looks = LOOKS
@@ -141,7 +142,7 @@ class Unpadding:
         if call.drops:
             self.last = LastCall.of(args, kwargs, output)
         self._count(call)
-        call.given, call.beside, call.mappings = {}, {}, {}  # what was decided of its masks lives on
+        call.let_go()
         return output
 
     def _count(self, call: OwnerCall) -> None:
@@ -151,6 +152,7 @@ class Unpadding:
             self.packed += call.packs and not call.drops
             self.whole += call.whole
             self.rounding.ran_as(call)
+            self.neutral.ran_as(call)
         if not call.decided:
             self._tell_of_call(call)
 
@@ -386,18 +388,10 @@ class Unpadding:
         """For the report: how many batches came without padding, and why others did not."""
         told = [note("padding-removed", count=self.flattened)] if self.flattened else []
         told += [note("packed-without-mask", count=self.packed)] if self.packed else []
-        return told + [note("attention-outside")] * self.shared + self.rounding.report() + list(self.notes)
-
-
-def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:
-    """Whether this forward computes log-probabilities that are compared with those of training steps (a reference model
-    in DPO, the old policy in GRPO): the same code has to compute them, or its rounding becomes part of the loss.
-    Generation is recognised by its cache.
-    """
-    if not owner.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or others_trace():
-        return False
-    if not takes_cache:
-        return True
-    asked = kwargs.get("use_cache")
-    caches = getattr(getattr(owner, "config", None), "use_cache", True) if asked is None else asked
-    return not caches and not gives_cache(kwargs) and len(args) < 3
+        return (
+            told
+            + [note("attention-outside")] * self.shared
+            + self.rounding.report()
+            + self.neutral.report()
+            + list(self.notes)
+        )

@@ -1,0 +1,97 @@
+"""Batches without padding run by the graph of padded ones where theirs is of other sizes, under masks that leave
+nothing out.
+
+A model gives its layers no mask where a batch has no padding: another graph, and once lengths change, another again.
+That one is not compiled where `compiler.attention_calls.neutral_masks` shows that it computes what the one with masks
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tunecompile.compiler.attention_calls.neutral_masks import NeutralMask
+from tunecompile.notes import Note, note
+from tunecompile.runtime.unpad.masks.given import hidden_in
+from tunecompile.runtime.unpad.owner_call import OwnerCall
+
+#: batches of one owner that were given masks, from which a graph of their own pays: its attention is faster
+OFTEN = 256
+WRITTEN_OUT = 1 << 26  #: bytes of the largest mask that is
+
+
+class NeutralMasks:
+    """Gives them to the layers of one owner."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = owner
+        self.batches = 0  #: that were given any
+        self.refused = False  #: whether a layer's arguments have no place for one
+
+    def may_be_given(self, call: OwnerCall) -> bool:
+        """Whether layers of this call may be: not where a checkpoint of the user's repeats them later."""
+        return not call.is_repeated()
+
+    def give(
+        self, call: OwnerCall, masks: Sequence[tuple[NeutralMask, tuple[int, ...]]], args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
+        """A layer's arguments with these masks, which have the shapes beside them.
+
+        None where graphs without masks are to be compiled from now on.
+        """
+        hidden = hidden_in(args, kwargs)
+        places = [mask.argument for mask, _ in masks]
+        given = [args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at) for at in places]
+        self.refused |= hidden is None or any(isinstance(at, int) and at >= len(args) for at in places)
+        if self.refused or self.batches >= OFTEN or any(each is not None for each in given):
+            return None
+        made = {mask.argument: self._mask(call, mask, shape, hidden.device) for mask, shape in masks}
+        named = kwargs | {at: value for at, value in made.items() if isinstance(at, str)}
+        return tuple(made.get(at, value) for at, value in enumerate(args)), named
+
+    def _mask(self, call: OwnerCall, mask: NeutralMask, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """The same for all layers of a call."""
+        key: Any = mask.causal, mask.expanded, shape, device
+        if key not in call.neutral_masks:
+            narrow = [1 if dim in mask.expanded else size for dim, size in enumerate(shape)]
+            made = torch.ones(narrow, dtype=torch.bool, device=device)
+            call.neutral_masks[key] = (made.tril_() if mask.causal else made).expand(shape).data
+        return call.neutral_masks[key]
+
+    def ran_as(self, call: OwnerCall) -> None:
+        """Learn from a call of the owner that is over."""
+        self.batches += bool(call.neutral_masks)
+
+    def report(self) -> list[Note]:
+        """For the report."""
+        return [note("whole-by-padded", type(self.owner).__name__, count=self.batches)] if self.batches else []
+
+
+def in_one_form(call: OwnerCall | None, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """A layer's arguments, with masks that are no views, and written out for each row, once for all layers of a call.
+
+    Dynamo guards strides, and of a view those of what it is a view of. Masks of batches with padding have rows.
+    """
+    others = [(at, value) for at, value in (*enumerate(args), *kwargs.items()) if is_mask(value) and value._is_view()]
+    if not others:
+        return args, kwargs
+    known = {} if call is None else call.masks_in_one_form
+    made = {at: _in_one_form(value, known) for at, value in others}
+    named = kwargs | {at: value for at, value in made.items() if isinstance(at, str)}
+    return tuple(made.get(at, value) for at, value in enumerate(args)), named
+
+
+def _in_one_form(mask: Tensor, known: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+    if id(mask) not in known:
+        of_one_row = mask.shape[0] > 1 and mask.stride(0) == 0 and mask.numel() <= WRITTEN_OUT
+        known[id(mask)] = mask, mask.contiguous() if of_one_row else mask.data
+    return known[id(mask)][1]
+
+
+def is_mask(value: Any) -> bool:
+    """Whether it is of bools, for pairs of tokens."""
+    return isinstance(value, Tensor) and value.dtype is torch.bool and value.dim() == 4
