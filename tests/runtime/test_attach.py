@@ -322,7 +322,11 @@ def test_a_users_cache_is_left_alone(name):
     assert not flattened(model) and has(model, "padding-kept", reason="cache-used")
 
 
-@pytest.mark.parametrize("asked", [{}, {"use_cache": False}, {"use_cache": True}], ids=str)
+@pytest.mark.parametrize(
+    "asked",
+    [{}, *(pytest.param({"use_cache": each}, marks=pytest.mark.slow) for each in (False, True))],
+    ids=str,
+)
 def test_layers_in_a_loop(asked):
     """By default the model makes a cache, in which a second call of a layer finds the keys of the first."""
     model = small().train()

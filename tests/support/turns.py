@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-SHARE = 40  #: of so many functions with slow cases, one has its turn at a commit
+SHARE = 60  #: of so many functions with slow cases, one has its turn at a commit
 
 
 def turn(cases: Iterable[str], commit: str, share: int = SHARE) -> set[str]:

@@ -148,7 +148,8 @@ def test_a_model_that_knows_positions_alone_and_keeps_them_from_its_layers():
     assert has(model, "bounds-not-handed-on", subject="Mamba2Block") and not has(model, "packing-kept")
 
 
-@pytest.mark.parametrize("family", ["jamba", pytest.param("zamba", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["jamba", "zamba"])
 def test_scans_around_written_out_attention_are_compiled_once(family):
     """Rows without padding come to attention alone as documents; that there were some is no reason to compile again."""
     layers = {"num_hidden_layers": 3} if family == "jamba" else {}

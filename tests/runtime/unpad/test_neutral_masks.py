@@ -232,6 +232,23 @@ def test_a_graph_that_cannot_be_read_is_compiled(monkeypatch):
 
 
 @pytest.mark.slow
+def test_references_without_adapters():
+    """They are given masks where the policy is: other kernels would round otherwise."""
+    ours, plain = pair(lambda: zoo.adapt(bert().double(), target_modules=["query", "value"], task_type="SEQ_CLS"))
+    for batch in map(classes, WHOLE_FIRST):
+        scores = []
+        for model in (ours, plain):
+            with torch.no_grad(), model.disable_adapter():
+                scores.append(model.train()(**{**batch, "labels": None}).logits)
+        assert torch.allclose(*scores)
+        follow(ours, plain, [batch], dict)
+    assert has(ours, "whole-by-padded", count=2) and not fell_back(ours)
+    (region,) = ours._tunecompile.regions
+    wanting = [way for (way, kind), variant in region.variants.items() if kind.gives and not variant.graphs]
+    assert {isinstance(way, str) for way in wanting} == {True, False}, "a policy's, and its reference's"
+
+
+@pytest.mark.slow
 def test_under_a_budget():
     ours, plain = pair(lambda: bert(4).double(), memory="1GiB")
     follow(ours, plain, WHOLE_FIRST)

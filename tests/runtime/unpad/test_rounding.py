@@ -145,8 +145,8 @@ def test_two_forwards_before_one_backward():
 @pytest.mark.parametrize(
     "fault",
     [
-        *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("other rows are seen", "fill is counted")),
-        "fill is read",
+        pytest.param(fault, marks=pytest.mark.slow)
+        for fault in ("other rows are seen", "fill is counted", "fill is read")
     ],
 )
 def test_faults_are_found(fault, monkeypatch):

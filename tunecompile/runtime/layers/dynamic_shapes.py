@@ -52,8 +52,8 @@ class _Shapes:
 
     lengths: tuple[int, ...] = ()  #: of the last call
     last: tuple[torch.Size, ...] = ()
-    names: tuple[Any, ...] = ()  #: arguments of the first call
-    alike: bool = True  #: whether the last call had the same ones
+    masks: tuple[Any, ...] | None = None  #: which arguments of the first call were masks of bools, of pairs of tokens
+    alike: bool = True  #: whether the same ones were in the last call
     shapes: dict[Any, torch.Size] = field(default_factory=dict)  #: of each argument, when it was seen last
     following: dict[Any, set[int]] = field(default_factory=dict)  #: dimensions that are one of the lengths
     others: dict[Any, set[int]] = field(default_factory=dict)  #: dimensions that change by themselves
@@ -64,9 +64,9 @@ class _Shapes:
         if shapes == self.last and all(where in self.shapes for where, _ in tensors):
             return
         self.last, self.lengths = shapes, _lengths(tensors, sizes)
-        names = tuple([where for where, _ in tensors])
-        self.names = self.names or names
-        self.alike = names == self.names
+        masks = tuple([where for where, tensor in tensors if tensor.dtype is torch.bool and tensor.dim() == 4])
+        self.masks = masks if self.masks is None else self.masks
+        self.alike = masks == self.masks
         for where, tensor in tensors:
             self._learn(where, tensor)
 
@@ -86,13 +86,14 @@ class _Shapes:
 class DynamicShapes:
     """Which dimensions of which arguments follow the batch.
 
-    The first lengths are compiled with constant sizes, for calls with the arguments of the first one: with a mask, or
-    without. From the second on, all dimensions that follow are symbolic together; left alone, Dynamo would learn them
+    The first lengths are compiled with constant sizes, for calls with a mask or for those without, as the first one
+    was. From the second on, all dimensions that follow are symbolic together; left alone, Dynamo would learn them
     one at a time, with a recompilation each. Which ones follow is learnt from the shapes seen: a dimension that equals
     a length by chance drops out when lengths change and it does not.
     """
 
     first: tuple[int, ...] | None = None  #: lengths, see `_lengths`, that are compiled with constant sizes
+    begun: tuple[int, ...] | None = None  #: lengths of the first call
     seen: defaultdict[int, _Shapes] = field(default_factory=lambda: defaultdict(_Shapes))  #: by the place of a layer
 
     @staticmethod
@@ -111,10 +112,9 @@ class DynamicShapes:
         layer: the place of the layer that is called.
 
         Returns:
-            Whether they are others than the first lengths, or arguments are.
+            Whether they are others than the first lengths, or other arguments are masks.
         """
-        seen = self.seen[layer]
-        seen.look(tensors, sizes)
+        seen = self._look(tensors, sizes, layer)
         if self.first is None:
             self.first = seen.lengths
         others = seen.lengths != self.first or not seen.alike
@@ -123,10 +123,19 @@ class DynamicShapes:
 
     def mark_all(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int = 0) -> bool:
         """As `mark`, with the first lengths as all others."""
+        _mark(tensors, self._look(tensors, sizes, layer), True)
+        return True
+
+    def differ(self, layer: int) -> bool:
+        """Whether a layer's last call had other lengths than the first call of all, or other masks than its own."""
+        return self.seen[layer].lengths != self.begun or not self.seen[layer].alike
+
+    def _look(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int) -> _Shapes:
         seen = self.seen[layer]
         seen.look(tensors, sizes)
-        _mark(tensors, seen, True)
-        return True
+        if self.begun is None:
+            self.begun = seen.lengths
+        return seen
 
 
 def _mark(tensors: Sequence[tuple[Any, Tensor]], seen: _Shapes, following: bool) -> None:

@@ -66,11 +66,14 @@ class MaskedGraphs:
         """Whether calls without masks may run by any."""
         return bool(self.flows) and not self.closed
 
-    def learn(self, gm: GraphModule) -> tuple[Flow, ...]:
-        """Read a graph, as Dynamo made it, that is going to be compiled."""
+    def learn(self, gm: GraphModule, trains: bool) -> tuple[Flow, ...]:
+        """Read a graph, as Dynamo made it, that is going to be compiled.
+
+        trains: whether it is of training steps. A reference's graph is of all sizes from the first one on.
+        """
         flows = () if self.closed else _understood(flows_of, gm) or ()
         self.flows += flows
-        self.closed |= not flows and is_dynamic(gm)
+        self.closed |= trains and not flows and is_dynamic(gm)
         return flows
 
     def instead_of(self, gm: GraphModule) -> Callable[..., NoReturn] | None:

@@ -222,7 +222,7 @@ class Variant:
         if self.flat or broken or is_told_of_images(gm):
             return None, ()
         if not self.gives or self.backend.look is not None:
-            return None, self.masked.learn(gm)
+            return None, self.masked.learn(gm, not isinstance(self.compiled_as.plan, str))
         wants = self.masked.instead_of(gm)
         self.ran |= wants is not None  # a graph of the region's will
         return wants, ()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tunecompile._torch.autograd import in_checkpoint
 from tunecompile.compiler.attention_calls.neutral_masks import NeutralMask
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.masks.given import hidden_in
@@ -32,12 +33,15 @@ class NeutralMasks:
         self.batches = 0  #: that were given any
         self.refused = False  #: whether a layer's arguments have no place for one
 
-    def may_be_given(self, call: OwnerCall) -> bool:
-        """Whether layers of this call may be: not where a checkpoint of the user's repeats them later."""
-        return not call.is_repeated()
+    def may_be_given(self, call: OwnerCall | None, scores: bool) -> bool:
+        """Whether layers of this call may be: not where a checkpoint of the user's repeats them later.
+
+        call: None where padding stays in any case, in a forward that `scores`: its kernels are to be those of training.
+        """
+        return scores and not in_checkpoint() if call is None else not call.is_repeated()
 
     def give(
-        self, call: OwnerCall, masks: Sequence[tuple[NeutralMask, tuple[int, ...]]], args: tuple, kwargs: dict
+        self, call: OwnerCall | None, masks: Sequence[tuple[NeutralMask, tuple[int, ...]]], args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
         """A layer's arguments with these masks, which have the shapes beside them.
 
@@ -49,18 +53,10 @@ class NeutralMasks:
         self.refused |= hidden is None or any(isinstance(at, int) and at >= len(args) for at in places)
         if self.refused or self.batches >= OFTEN or any(each is not None for each in given):
             return None
-        made = {mask.argument: self._mask(call, mask, shape, hidden.device) for mask, shape in masks}
+        known = {} if call is None else call.neutral_masks
+        made = {mask.argument: _made(mask, shape, hidden.device, known) for mask, shape in masks}
         named = kwargs | {at: value for at, value in made.items() if isinstance(at, str)}
         return tuple(made.get(at, value) for at, value in enumerate(args)), named
-
-    def _mask(self, call: OwnerCall, mask: NeutralMask, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """The same for all layers of a call."""
-        key: Any = mask.causal, mask.expanded, shape, device
-        if key not in call.neutral_masks:
-            narrow = [1 if dim in mask.expanded else size for dim, size in enumerate(shape)]
-            made = torch.ones(narrow, dtype=torch.bool, device=device)
-            call.neutral_masks[key] = (made.tril_() if mask.causal else made).expand(shape).data
-        return call.neutral_masks[key]
 
     def ran_as(self, call: OwnerCall) -> None:
         """Learn from a call of the owner that is over."""
@@ -69,6 +65,16 @@ class NeutralMasks:
     def report(self) -> list[Note]:
         """For the report."""
         return [note("whole-by-padded", type(self.owner).__name__, count=self.batches)] if self.batches else []
+
+
+def _made(mask: NeutralMask, shape: tuple[int, ...], device: torch.device, known: dict[Any, Tensor]) -> Tensor:
+    """The same for all layers of a call."""
+    key = mask.causal, mask.expanded, shape, device
+    if key not in known:
+        narrow = [1 if dim in mask.expanded else size for dim, size in enumerate(shape)]
+        made = torch.ones(narrow, dtype=torch.bool, device=device)
+        known[key] = (made.tril_() if mask.causal else made).expand(shape).data
+    return known[key]
 
 
 def in_one_form(call: OwnerCall | None, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
