@@ -154,7 +154,8 @@ class InWhole(gptj.GPTJBlock):
         return out
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"memory": "1GiB"}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"memory": "1GiB"}])
 def test_padding_counts_where_results_are_kept_as_they_are_returned(options):
     """The list held no tensor but a tuple: gradients 2 % off, without a word, and a failing backward under a budget."""
     found = []

@@ -65,6 +65,7 @@ def test_numbers_of_rows_and_rows_alone_are_of_one_graph(shapes):
     assert tunecompile.report(ours).regions[0].compiles <= 3 and not fell_back(ours)
 
 
+@pytest.mark.slow
 def test_one_size_or_two_stay_as_they_are(shapes):
     """A loop whose last batch is smaller."""
     ours, plain = pair(lambda: zoo.make("llama"))

@@ -32,7 +32,7 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
             marks=pytest.mark.slow,
         ),
         pytest.param("gpt2", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
-        ("mistral", {"attn_implementation": "eager", "sliding_window": 6}),
+        pytest.param("mistral", {"attn_implementation": "eager", "sliding_window": 6}, marks=pytest.mark.slow),
         pytest.param("qwen3", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param("granite", {"attn_implementation": "eager"}, marks=pytest.mark.slow),
         pytest.param("phi3", {"attn_implementation": "eager"}, marks=pytest.mark.slow),

@@ -131,7 +131,10 @@ class LayerSlot(PlacedLayer):
             args, kwargs = real_masks(args), real_masks(kwargs)
         before = entries_before(args, kwargs)
         running = None if self.padding is None else self.padding.running
-        self.gives = self.padding is not None and self.padding.neutral.may_be_given(running, mode is Mode.SCORE)
+        placed = self.placement is not None  # its hooks would run twice
+        self.gives = (
+            self.padding is not None and not placed and self.padding.neutral.may_be_given(running, mode is Mode.SCORE)
+        )
         try:
             output = self._run_as(mode, *in_one_form(running, args, kwargs))
         except MasksWanted as wanted:  # nothing of this layer ran
@@ -302,7 +305,13 @@ class LayerSlot(PlacedLayer):
         ones, kinds = (size == 1 for size in sizes), ((where, t.dtype, t.requires_grad) for where, t in tensors)
         by_hooks = output_capturing.collects_attention(self.owner) and not setting[3] and not self.inside.collected
         left_out = are_unread(kwargs, by_hooks) and self.placement is None and not self.region.weights_read
-        gives = self.gives and others and self.region.masked.known and self.region.sizes.differ(self.place)
+        gives = (
+            self.gives
+            and others
+            and not in_backward()
+            and self.region.masked.known
+            and self.region.sizes.differ(self.place)
+        )
         gives = gives and not any(is_mask(each) for _, each in tensors)
         others = self.region.background is not None and others
         return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out, others, gives), sizes

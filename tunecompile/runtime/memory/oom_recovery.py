@@ -32,7 +32,7 @@ from tunecompile.integrations.rank_store import RankStore
 from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import describe_plan
-from tunecompile.runtime.layers.met_graph import MetGraph, watching
+from tunecompile.runtime.layers.met_graph import MetGraph, also_watching
 from tunecompile.runtime.memory.across_ranks import RankPlans
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.recompute_call import (
@@ -149,12 +149,12 @@ class Recovery:
             if id(slot) in self.looked:
                 try:
                     call = RecomputeCall(self, slot, start, args, kwargs)
-                    with watching(call.expect_known):
+                    with also_watching(call.expect_known):
                         return slot.compiled(*call.cut(call.given), call.join)
                 except NewGraph:
                     start.rewind()
             call = RecomputeCall(self, slot, start, args, kwargs)
-            with watching(call.met.append):
+            with also_watching(call.met.append):
                 return slot.compiled(*call.through(), call.first)
         except NotExact as inexact:
             self.refuse(slot, inexact.reason)

@@ -44,7 +44,7 @@ class OwnerCall:
     neutral_masks: dict[Any, Tensor] = field(
         default_factory=dict
     )  #: that leave nothing out, and that layers were given
-    masks_in_one_form: dict[int, tuple[Tensor, Tensor]] = field(
+    masks_in_one_form: dict[Any, tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )  #: by id: masks, and what became of them
 

@@ -8,6 +8,7 @@ does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from tunecompile.runtime.unpad.owner_call import OwnerCall
 
 #: batches of one owner that were given masks, from which a graph of their own pays: its attention is faster
 OFTEN = 256
+LARGEST = 1 << 30  #: bytes of a mask that is given
 WRITTEN_OUT = 1 << 26  #: bytes of the largest mask that is
 
 
@@ -31,7 +33,7 @@ class NeutralMasks:
     def __init__(self, owner: nn.Module) -> None:
         self.owner = owner
         self.batches = 0  #: that were given any
-        self.refused = False  #: whether a layer's arguments have no place for one
+        self.refused = False  #: whether a layer's arguments have no place for one, or it would be too large
 
     def may_be_given(self, call: OwnerCall | None, scores: bool) -> bool:
         """Whether layers of this call may be: not where a checkpoint of the user's repeats them later.
@@ -50,7 +52,8 @@ class NeutralMasks:
         hidden = hidden_in(args, kwargs)
         places = [mask.argument for mask, _ in masks]
         given = [args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at) for at in places]
-        self.refused |= hidden is None or any(isinstance(at, int) and at >= len(args) for at in places)
+        nowhere = (at >= len(args) if isinstance(at, int) else at not in kwargs for at in places)
+        self.refused |= hidden is None or any(nowhere) or any(math.prod(shape) > LARGEST for _, shape in masks)
         if self.refused or self.batches >= OFTEN or any(each is not None for each in given):
             return None
         known = {} if call is None else call.neutral_masks
@@ -91,11 +94,12 @@ def in_one_form(call: OwnerCall | None, args: tuple, kwargs: dict) -> tuple[tupl
     return tuple(made.get(at, value) for at, value in enumerate(args)), named
 
 
-def _in_one_form(mask: Tensor, known: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-    if id(mask) not in known:
+def _in_one_form(mask: Tensor, known: dict[Any, tuple[Tensor, Tensor]]) -> Tensor:
+    key = id(mask), mask._version  # which counts what is written to what it is a view of
+    if key not in known:
         of_one_row = mask.shape[0] > 1 and mask.stride(0) == 0 and mask.numel() <= WRITTEN_OUT
-        known[id(mask)] = mask, mask.contiguous() if of_one_row else mask.data
-    return known[id(mask)][1]
+        known[key] = mask, mask.contiguous() if of_one_row else mask.data
+    return known[key][1]
 
 
 def is_mask(value: Any) -> bool:
