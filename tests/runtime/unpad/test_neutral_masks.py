@@ -12,6 +12,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_close
+from tests.support.matrix.compiled import bart
 from tests.support.models.pairs import pair
 from tests.support.notes import fell_back, find, has
 from tests.support.rounding import whole
@@ -34,18 +35,6 @@ def bert(layers: int = 2):
 def llama():
     sizes = dict(num_key_value_heads=2, num_labels=3, pad_token_id=0)
     return tf.LlamaForSequenceClassification(tf.LlamaConfig(**SIZES, **sizes))
-
-
-def bart():
-    sides = {
-        f"{side}_{name}": size
-        for side in ("encoder", "decoder")
-        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))
-    }
-    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2)
-    return tf.BartForConditionalGeneration(
-        tf.BartConfig(vocab_size=256, d_model=32, dropout=0.0, attention_dropout=0.0, **sides, **tokens)
-    )
 
 
 def t5():

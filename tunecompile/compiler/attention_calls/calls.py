@@ -62,9 +62,8 @@ def causal_calls(graphs: Sequence[Graph], causal: bool = True) -> int | None:
         return None
     for call in map(attention_arguments, calls):
         query, key = (value(each).shape[-2] for each in (call.query, call.key))
-        if (
-            call.mask is not None or call.causal is not causal or str(query) != str(key)
-        ):  # compared, they would be guards
+        other = str(query) != str(key)  # compared as they are, they would be guards
+        if call.mask is not None or call.causal is not causal or other:
             return None
     return len(calls)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tunecompile._torch.dynamo import mark_dynamic
 from tunecompile.runtime.unpad.flat_batch import LONGEST, OFFSETS
+from tunecompile.runtime.unpad.masks.given import is_mask
 
 
 def tensors_in(args: tuple, kwargs: dict) -> Iterator[tuple[Any, Tensor]]:
@@ -64,7 +65,7 @@ class _Shapes:
         if shapes == self.last and all(where in self.shapes for where, _ in tensors):
             return
         self.last, self.lengths = shapes, _lengths(tensors, sizes)
-        masks = tuple([where for where, tensor in tensors if tensor.dtype is torch.bool and tensor.dim() == 4])
+        masks = tuple([where for where, tensor in tensors if is_mask(tensor)])
         self.masks = masks if self.masks is None else self.masks
         self.alike = masks == self.masks
         for where, tensor in tensors:

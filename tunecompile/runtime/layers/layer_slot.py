@@ -36,7 +36,8 @@ from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import LONGEST_IMAGE, OFFSETS, WINDOW, FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
-from tunecompile.runtime.unpad.masks.neutral import in_one_form, is_mask
+from tunecompile.runtime.unpad.masks.given import is_mask
+from tunecompile.runtime.unpad.masks.neutral import in_one_form
 from tunecompile.runtime.unpad.masks.pairs import real_masks
 from tunecompile.runtime.unpad.stale_rows import take_back
 from tunecompile.runtime.unpad.unpad import Unpadding

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from tunecompile.compiler.attention_calls import attention_calls, causal_calls
-from tunecompile.compiler.attention_calls.neutral_masks import Flow
+from tunecompile.compiler.attention_calls.neutral_masks import Flow, is_dynamic
 from tunecompile.compiler.token_wise.graph import hands_on, is_told_of_images, recurrences
 from tunecompile.notes import Note
 
@@ -48,13 +48,12 @@ class MetGraph:
     ) -> MetGraph:
         """What Dynamo's graph computes, its bodies included; mixes, alone, flows: see there."""
         graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
-        values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
         nodes = (node for graph in graphs for node in graph.nodes if node.op.startswith("call"))
         calls = tuple((str(node.target), *_constants(node)) for node in nodes if _makes_tensors(node))
         by_documents = sum(len(attention_calls(graph)) for graph in graphs)
         return cls(
             calls,
-            any(isinstance(value, torch.SymInt) for value in values),
+            is_dynamic(gm),
             hands_on(gm),
             causal_calls(graphs),
             causal_calls(graphs, causal=False),

@@ -73,6 +73,11 @@ def bounds_in(layer: nn.Module, args: tuple, kwargs: dict) -> Tensor | None:
 _attends: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
+def is_mask(value: Any) -> bool:
+    """Whether it is of bools, for pairs of tokens."""
+    return isinstance(value, Tensor) and value.dtype is torch.bool and value.dim() == 4
+
+
 def _may_mask(x: Tensor) -> bool:
     return x.dtype is torch.bool or (x.is_floating_point() and not x.requires_grad)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tunecompile._torch.autograd import in_checkpoint
 from tunecompile.compiler.attention_calls.neutral_masks import NeutralMask
 from tunecompile.notes import Note, note
-from tunecompile.runtime.unpad.masks.given import hidden_in
+from tunecompile.runtime.unpad.masks.given import hidden_in, is_mask
 from tunecompile.runtime.unpad.owner_call import OwnerCall
 
 #: batches of one owner that were given masks, from which a graph of their own pays: its attention is faster
@@ -100,8 +100,3 @@ def _in_one_form(mask: Tensor, known: dict[Any, tuple[Tensor, Tensor]]) -> Tenso
         of_one_row = mask.shape[0] > 1 and mask.stride(0) == 0 and mask.numel() <= WRITTEN_OUT
         known[key] = mask, mask.contiguous() if of_one_row else mask.data
     return known[key][1]
-
-
-def is_mask(value: Any) -> bool:
-    """Whether it is of bools, for pairs of tokens."""
-    return isinstance(value, Tensor) and value.dtype is torch.bool and value.dim() == 4
