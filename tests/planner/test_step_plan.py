@@ -50,6 +50,28 @@ def test_room_that_the_tail_leaves_is_used():
     assert [option.plan for run in solve(request(1)).choice.options for option in run] == [KEEP]
 
 
+def test_checkpoints_have_what_they_need_at_the_largest_batch_and_a_share_of_what_is_free():
+    """So small batches keep everything, and larger ones that come later are planned within the same bytes."""
+    for changes, room in (({"most": 4}, 130), ({"most": 16}, 260), ({"floor": 100}, 130), ({"floor": 500}, 500)):
+        made = solve(request(8, **changes))
+        assert made.room == room and made.choice.peak <= room, changes
+    small = solve(request(8, most=64, tokens=8))
+    assert {option.plan for option in options(small)} == {KEEP} and small.choice.ms == 0
+
+
+def test_nothing_is_offloaded_under_checkpoints_where_recomputing_fits():
+    """Where it does not, the next stage of plans is surveyed before anything goes to the host."""
+    made = solve(request(8, offload=True))
+    assert made.choice.fits and not made.choice.offloads
+    assert solve(request(8, offload=True, checkpointed=False, available=1130)).choice.offloads
+    kept = {1: RegionCandidates((ROWS[0], ROWS[1]), 8, passed=10)}
+    lacking = request(8, offload=True, candidates=kept)
+    made = solve(lacking)
+    assert made.choice.offloads and made.choice.fits and not made.settles(kept.values())
+    whole = {1: replace(kept[1], whole=True)}
+    assert solve(replace(lacking, candidates=whole)).settles(whole.values())
+
+
 def test_steps_that_wait_for_launches_have_room_for_their_graphs():
     """Beside what checkpoints would need, as far as the device has it."""
     waiting = request(8, saving=5000.0, spare=100)

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.support.notes import logged
 from tunecompile.runtime.layers.layer_slot import LayerSlot
+from tunecompile.runtime.model_state import ModelCall
 from tunecompile.runtime.parts import memory
 from tunecompile.runtime.parts.checkpointing import Checkpointing
 from tunecompile.runtime.parts.layers import EntryHook
@@ -109,6 +110,9 @@ def test_which_forwards_are_training_steps(training, gradients):
 class Counted:
     begun, agreement = 0, None
 
+    def __init__(self):
+        self.memory = types.SimpleNamespace(most=0)
+
     def begin(self):
         self.begun += 1
 
@@ -141,10 +145,13 @@ def test_checkpoints_of_all_layers_are_a_budget(monkeypatch):
     monkeypatch.setattr(memory, "_is_checkpointed", lambda state: wanted[0])
     monkeypatch.setattr(memory, "make_budgets", lambda state: made)
     state, told = Began(), []
+    call = ModelCall((torch.ones(2, 5).long(),), {})
+    monkeypatch.setattr(memory, "largest_batch", lambda rows: 100 * rows)
     for wanted[0] in (False, True, True, False):
-        MemoryBudget().before_step(state, None)
+        MemoryBudget().before_step(state, call)
         told.append((state.checkpointed, state.memory, list(state.step.budgets)))
     assert told == [(False, None, []), *[(True, "auto", made)] * 2, (False, None, [])] and made[0].begun == 2
+    assert made[0].memory.most == 200, "tokens of the largest batch that the trainer may bring"
     wanted[0] = True
     given = Began(memory="2GiB", setting="2GiB")
     MemoryBudget().before_step(given, None)

@@ -12,9 +12,10 @@ NOTES = {
         "The plan is chosen from fewer ones, and may be slower than necessary. Report it with the error.",
     ),
     "checkpointing-is-budget": NoteKind(
-        "gradient checkpointing is enabled: what it would need ({detail} of tensors at the peak) is the budget, within "
-        "which the fastest plan is followed",
-        "Set memory= for another budget, or disable gradient checkpointing where there is room to save everything.",
+        "gradient checkpointing is enabled, so layers are computed twice only where memory requires it: the budget is "
+        "what checkpoints need at the largest batch, and at least half of what was free at the first step ({detail} of "
+        "tensors at the peak)",
+        "Set memory= for another budget, such as the smallest step.",
     ),
     "over-budget": NoteKind(
         "the smallest plan for {tokens} tokens needs {detail} more than memory={subject} allows: it is run all "

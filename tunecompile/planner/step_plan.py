@@ -69,8 +69,10 @@ class StepRequest:
     keeps_weights: bool = False  #: whether frozen weights may stay dequantised
     saving: float = 0.0  #: milliseconds of the step's forwards that CUDA graphs of all layers save, as far as is known
     records: bool = False  #: whether layers may be recorded as CUDA graphs
-    #: whether layers, head and loss may take what they would if each layer were checkpointed, and no more
+    #: whether the budget is that of checkpoints: what these would need at the largest batch, and no less than `floor`
     checkpointed: bool = False
+    most: int = 0  #: tokens of the largest batch that may come, as far as is known
+    floor: int = 0  #: bytes that layers, head and loss may take then, however little checkpoints need
     spare: int = 0  #: bytes that CUDA graphs may take then, beside what checkpoints would
     summed: int = 0  #: bytes beside all gradients at the step's end, while those of head and embedding are added up
     #: by layer, in running order: what it holds in this step already, whatever the plan is; None for all others
@@ -110,7 +112,7 @@ class StepRequest:
         return self.summed + _gradients(runs)
 
     def checkpointed_peak(self) -> int:
-        """Bytes of layers, head and loss under checkpoints around each layer.
+        """Bytes of layers, head and loss under checkpoints around each layer, at the largest batch that may come.
 
         A layer holds what the one before it gave, and in its backward all that it saves is there once more. Layers run
         by their own code save more than that.
@@ -119,7 +121,7 @@ class StepRequest:
         order = []
         for run in self.runs:
             each = self.candidates.get(run.region, known)
-            scale = self.tokens / each.tokens
+            scale = max(self.tokens, self.most) / each.tokens
             kept = next(row for row in each.rows if row.plan == KEEP)
             saved = max(0, kept.returned - each.passed)
             held, forward, backward = (
@@ -160,7 +162,8 @@ class AdmittedPlan:
     weights: int  #: bytes of frozen weights kept dequantised
     seen: bool  #: whether every layer's graph was known, or has no backward
     saving: float  #: milliseconds a step's forwards that CUDA graphs save, as far as was known
-    short: bool  #: whether no plan was known that leaves room for all CUDA graphs
+    #: whether no plan was known that leaves room for all CUDA graphs, or that offloads nothing under checkpoints
+    short: bool
     recorded: RecordedStep  #: what the step takes with all layers recorded, if nothing goes to the host
     spare: int = 0  #: bytes that CUDA graphs may take beside the room
     for_one_step: bool = False  #: whether it bends to layers that ran before it was made, as in no later step
@@ -194,7 +197,7 @@ class AdmittedPlan:
     def settles(self, surveyed: Iterable[RegionCandidates]) -> bool:
         """Whether no more plans have to be surveyed.
 
-        Where CUDA graphs lack room, the next stage may leave them some.
+        Where CUDA graphs lack room, or a plan under checkpoints offloads, the next stage may have a better one.
         """
         return self.choice.fits and not (self.short and any(not found.whole for found in surveyed))
 
@@ -215,12 +218,11 @@ def solve(request: StepRequest) -> AdmittedPlan:
     room = room if request.ceiling is None else min(room, request.ceiling)
     last, spare = request.last(runs), 0
     if request.checkpointed:
-        whole, room = room, min(room, max(request.checkpointed_peak(), last))
+        whole, room = room, min(room, max(request.checkpointed_peak(), request.floor, last))
         spare = min(request.spare, whole - room)
     gain = 2 * request.saving  # as much in backwards
-    choice, short = leave_room_for_graphs(
-        choose(runs, room, request.tail, request.host), runs, room, request.tail, gain, spare
-    )
+    choice, short = leave_room_for_graphs(_fastest(request, runs, room), runs, room, request.tail, gain, spare)
+    short |= request.checkpointed and choice.offloads
     if last > choice.peak:
         choice = replace(choice, peak=last, fits=choice.fits and last <= room)
     recorded = recorded_step(choice.options, request.tail)
@@ -231,6 +233,15 @@ def solve(request: StepRequest) -> AdmittedPlan:
     return AdmittedPlan(
         request.tokens, resident, room, choice, weights, request.all_seen, request.saving, short, recorded, spare
     )
+
+
+def _fastest(request: StepRequest, runs: Sequence[LayerRun], room: int) -> Assignment:
+    """The fastest plan that fits. Under checkpoints that is one that offloads nothing, as theirs does not."""
+    if request.checkpointed:
+        staying = choose([run.offloading_at_most(0) for run in runs], room, request.tail)
+        if staying.fits:
+            return staying
+    return choose(runs, room, request.tail, request.host)
 
 
 def solve_from_here(request: StepRequest, ran: Sequence[PlanOption | None]) -> AdmittedPlan:

@@ -15,6 +15,7 @@ from tunecompile.runtime.cuda_graphs.launch_bound import HostTime
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.memory import accounting as module
 from tunecompile.runtime.memory.accounting import (
+    FLOOR,
     SPARE,
     MemoryAccounting,
     compute_dtype,
@@ -178,6 +179,21 @@ def test_what_a_plan_is_made_from():
     memory.checkpointed = True
     made = memory.request(8, {}, rates, all_seen=True, first=False)
     assert made.available == allowed - 400_000 and made.spare == int(SPARE * 10**6) and made.checkpointed
+
+
+def test_what_checkpointed_layers_may_take():
+    """A share of what was free before the first layer of all; at the largest batch, which came or may come."""
+    kept = types.SimpleNamespace(bytes=0, moves=[])
+    memory = accounting([slot("a", trained(1))], gauge=Gauge(now=1000), kept=kept, checkpointed=True)
+    memory.begin_layers(8)
+    free = memory.allowed() - 1000
+    memory.gauge.now = 5000
+    memory.begin_layers(4)
+    made = memory.request(4, {}, Rates(1.0, 1.0), all_seen=True, first=False)
+    assert (made.most, made.floor) == (8, int(FLOOR * free)) and not made.keeps_weights
+    memory.most = 64
+    memory.begin_layers(16)
+    assert memory.request(16, {}, Rates(1.0, 1.0), all_seen=True, first=False).most == 64
 
 
 def test_recordings_and_kept_weights_are_held_by_layers():

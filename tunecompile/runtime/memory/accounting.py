@@ -26,6 +26,9 @@ from tunecompile.runtime.memory.weight_cache import WeightCache
 #: share of the device that CUDA graphs may take beside what checkpoints would need: those of steps that wait for
 #: launches are small, and the wait is half of such a step
 SPARE = 0.02
+#: share of what is free at the first step that checkpointed layers may take, however little their checkpoints need:
+#: small batches are left alone. The rest is for what comes between steps, such as a generation
+FLOOR = 0.5
 
 
 class PlannedRegion(Protocol):
@@ -77,6 +80,8 @@ class MemoryAccounting:
     surplus: int = 0  #: bytes by which steps exceeded what was predicted
     slack: int = 0  #: bytes the allocator held beside tensors at the peak
     checkpointed: bool = False  #: whether the budget is what checkpoints around all layers would need
+    most: int = 0  #: tokens of the largest batch that came, or that may come where that is known
+    free: int | None = None  #: bytes that were free before the first layer of all
     ceiling: int | None = None  #: bytes for layers, head and loss that another rank found to be all there is
     failures: int = 0  #: of allocations, that were dealt with
 
@@ -101,6 +106,8 @@ class MemoryAccounting:
         """Before the first layer of a step on so many tokens."""
         self.recordings.begin(tokens)
         self.present, self.moving = self.gauge.allocated() - self.recordings.saved, {}
+        self.most = max(self.most, tokens)
+        self.free = self.allowed() - self.others() if self.free is None else self.free
 
     def request(
         self, tokens: int, candidates: Mapping[int, RegionCandidates], rates: Rates, all_seen: bool, first: bool
@@ -122,10 +129,12 @@ class MemoryAccounting:
             ceiling=self.ceiling,
             offload=self.offload is not None,
             all_seen=all_seen,
-            keeps_weights=self.kept is not None,
+            keeps_weights=self.kept is not None and not self.checkpointed,
             saving=self.recordings.saving(tokens),
             records=self.recordings.made,
             checkpointed=self.checkpointed,
+            most=self.most,
+            floor=int(FLOOR * (self.free or 0)),
             spare=int(SPARE * self.gauge.total()) if self.checkpointed else 0,
         )
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tunecompile._torch.cuda import grow_segments
+from tunecompile.integrations.trainer_batches import largest_batch
 from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import shown
-from tunecompile.runtime.layers.dynamic_shapes import tensors_in
+from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, tensors_in
 from tunecompile.runtime.memory.across_ranks import RankPlans
+from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.oom_recovery import Recovery, sharded
 from tunecompile.runtime.memory.per_device import by_device, make_budgets
 from tunecompile.runtime.model_state import ModelCall, Part, State
@@ -24,8 +28,9 @@ class OomRecovery(Part):
 class MemoryBudget(Part):
     """Budgets are made at the first training step, when the model is where it will be trained.
 
-    Who has all layers checkpointed, and sets no budget, requires a small step, not that layers are computed twice: what
-    the checkpoints would need is the budget then.
+    If all layers are checkpointed and no budget is set, the user wants a run that does not run out of memory, not that
+    layers are computed twice: the budget is what checkpoints would need at the largest batch that may come, and never
+    less than a share of what is free at the first step (`accounting.FLOOR`).
     """
 
     def before_step(self, state: State, call: ModelCall) -> None:
@@ -41,6 +46,8 @@ class MemoryBudget(Part):
                 return
             if step.recovery is not None:
                 step.recovery.agreement = RankPlans(state.store)
+            if state.checkpointed:
+                _expect_largest(step.budgets, call)
         for budget in step.budgets:
             budget.begin()
         if step.recovery is not None:
@@ -91,6 +98,13 @@ class GrowingSegments(Part):
             on_gpu = any(device.type == "cuda" for device in by_device(state.slots))
             if on_gpu and grow_segments():
                 torch.cuda.empty_cache()  # what the first size left
+
+
+def _expect_largest(budgets: Sequence[RuntimePlanner], call: ModelCall) -> None:
+    """Tell budgets the largest batch that the trainer under way may bring, where it says so."""
+    rows = DynamicShapes.of(list(tensors_in(call.args, call.kwargs)))[:1]
+    for budget in budgets:
+        budget.memory.most = max(budget.memory.most, largest_batch(*rows) if rows else 0)
 
 
 def _is_checkpointed(state: State) -> bool:
