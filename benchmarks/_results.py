@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROW = "row: "  #: what a line begins with that is a row
+INCOMPLETE = "incomplete"  #: status of a row that its process goes on with
 LEAST = 20  #: seconds, below which no process is begun
 SHARES = 2  #: of the seconds, divided by the cases, that one process may take
 
@@ -41,20 +42,34 @@ def printed_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     return (json.loads(line.removeprefix(ROW)) for line in lines if line.startswith(ROW))
 
 
-def row_apart(command: Sequence[str], log: Path, seconds: float) -> dict[str, Any]:
-    """The last row that a process prints; all else that it says is in the log. It is ended after so many seconds."""
+def row_apart(command: Sequence[str], log: Path, seconds: float, **process: Any) -> dict[str, Any]:
+    """The last row that a process prints; all else that it says is in the log.
+
+    It is ended after so many seconds: then its row is the last one, which may be incomplete, if there is one.
+
+    Args:
+        command: of the process.
+        log: the file.
+        seconds: that it may take.
+        process: other arguments of `subprocess.run`, such as `env` and `cwd`.
+    """
     late = {"status": "left out: no time was left"}
     if seconds < LEAST:
         return late
-    limit = None if seconds == float("inf") else seconds
+    limit, cut = None if seconds == float("inf") else seconds, False
     with open(log, "w", encoding="utf-8") as file:
         try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=file, text=True, check=False, timeout=limit)
-        except subprocess.TimeoutExpired:
-            return late
-        file.write(done.stdout)
-    rows = [*printed_rows(done.stdout.splitlines())]
-    return rows[-1] if rows else {"status": f"error: see {log}"}
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=file, check=False, timeout=limit, **process)
+            said = done.stdout
+        except subprocess.TimeoutExpired as error:
+            said, cut = error.stdout or b"", True
+        file.write(text := said.decode(errors="replace"))
+    if cut:
+        rows = [*printed_rows(text[: text.rfind("\n") + 1].splitlines())]  # its last line may be cut, too
+        return rows[-1] | {"spent_s": seconds} if rows else late
+    rows = [*printed_rows(text.splitlines())]
+    failed = not rows or rows[-1]["status"] == INCOMPLETE
+    return {"status": f"error: see {log}"} if failed else rows[-1]
 
 
 def run_apart(

@@ -45,7 +45,7 @@ from report_tables import (
     render_speedups,
     shown,
 )
-from report_trainers import render_first_losses, render_generation, render_trainers, render_vision
+from report_trainers import render_first_losses, render_generation, render_runs, render_trainers, render_vision
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "pages"
@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals": render_rivals,
     "speed": render_speed,
     "cards": render_cards,
+    "runs": render_runs,
     "trainers": render_trainers,
     "generation": render_generation,
     "vision": render_vision,

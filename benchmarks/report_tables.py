@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parent / "results"
 KERNELS, BUDGETS = "kernels.json", "budgets.json"  #: what benchmarks/kernels and benchmarks/steps/budgets.py measured
 #: files that do not compare training steps of several systems begin with one of these
 APART = ("longest", "cards", "peaks", "verified", "batches", "families", "speedups", "support", "suite")
-APART += ("scaling", "architectures", "shapes", "trainers", "generation", "vision", "first-loss")
+APART += ("scaling", "architectures", "shapes", "trainers", "generation", "vision", "first-loss", "run-")
 NAMES = {
     "hf": "HF + PEFT",
     "hf-checkpoint": "HF + PEFT, checkpointing",
@@ -45,6 +45,8 @@ RIVALS = (
     ("llama-3.3-70b-qlora-4x2048", "tunecompile@auto"),
     ("gpt-oss-20b-6-layers-lora-2x2048", "tunecompile"),
 )
+RUN = "run-llama-3.1-8b-qlora"  #: the README's row of whole runs, and its cells
+RUN_CELLS = ("hf cold", "unsloth cold", "tunecompile cold", "tunecompile warm")
 
 
 def to_markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -140,6 +142,9 @@ def render_rivals(folder: Path = RESULTS) -> str:
         cells = [_speed(runs.get(system)) for system in ("hf", "compile", "liger")]
         cells += [_speed(unsloth) + " ¹" * (unsloth is not None and checkpointed), f"**{_speed(runs[ours])}**"]
         rows.append([case(runs[ours]) + (f", `{budget}`" if budget else ""), *cells])
+    if (result := load_one(f"{RUN}.json", folder)) is not None and (row := _run_row(result)):
+        results.append(result)
+        rows.append(row)
     packages = (*PACKAGES, ("transformers", "transformers"))
     note = (
         "¹ with Unsloth's gradient checkpointing, its default; the other Unsloth cells are without, which is faster. "
@@ -151,6 +156,17 @@ def render_rivals(folder: Path = RESULTS) -> str:
         + note
         + measured_on(results, [package for package in packages if package[0] != "triton"])
     )
+
+
+def _run_row(result: dict) -> list[str]:
+    """Seconds of a whole run, or nothing where tunecompile's did not end well."""
+    runs = {(run["system"], run["caches"]): run for run in complete(result)}
+    if (ours := runs.get(("tunecompile", "cold"))) is None:
+        return []
+    cells = {key: f"{run['wall_s']:.0f} s ({run['peak_gib']:.1f})" for key, run in runs.items()}
+    hf, unsloth, own, warm = (cells.get((*key.split(),), "") for key in RUN_CELLS)
+    about = f"{case(ours)} x {ours['accumulation']}, {ours['steps']} steps from process start to saved adapter"
+    return [about, hf, "", "", unsloth and f"{unsloth} ¹", f"**{own}**" + (warm and f", caches warm {warm}")]
 
 
 def _speed(run: dict | None) -> str:

@@ -36,6 +36,19 @@ FIRST = (
     "all code at step",
     "a step then, ms",
 )
+RUNS = (
+    "run",
+    "system",
+    "caches",
+    "to the saved adapter, s",
+    "first step ends, s",
+    "tenth, s",
+    "a step then, s",
+    "slow steps",
+    "graphs captured in step",
+    "peak, GiB",
+    "tunecompile takes",
+)
 WAYS = {
     "eager": "eager",
     "cold": "**tunecompile**, caches empty",
@@ -78,6 +91,48 @@ def _rows(runs: list[dict[str, Any]]) -> list[list[str]]:
 def _case(run: dict[str, Any]) -> str:
     layers = f" ({run['layers']} layers)" if run.get("layers") else ""
     return f"{run['model']}{layers}, {run['mode']}, {run['shape']}"
+
+
+def render_runs(folder: Path = RESULTS) -> str:
+    """A section with a row for each run of a system, or nothing where nothing was measured."""
+    results = load_all("run-*.json", folder)
+    rows = [row for result in results for row in _whole_runs(complete(result))]
+    if not rows:
+        return ""
+    text = (
+        "## Whole runs\n\n"
+        "From the start of the process to the saved adapter: SFTTrainer with TRL's defaults on rows of log-normal\n"
+        "lengths (`benchmarks/steps/run.py`; shapes are rows x median tokens x accumulated batches). Seconds are counted\n"
+        "from the start of the process, and loading of weights is part of them. Unsloth has its own checkpointing, its\n"
+        "default. Slow: steps after the third that took three times the median, or 5 s. Graphs are those that Dynamo\n"
+        "captured, at which step.\n\n"
+    )
+    packages = (("torch", "torch"), ("transformers", "transformers"), ("TRL", "trl"), ("Unsloth", "unsloth"))
+    return text + to_markdown(RUNS, rows) + "\n" + measured_on(results, packages)
+
+
+def _whole_runs(runs: list[dict[str, Any]]) -> list[list[str]]:
+    ours = next((run for run in runs if (run["system"], run["caches"]) == ("tunecompile", "cold")), None)
+    rows = []
+    for run in sorted(runs, key=lambda run: -run["wall_s"]):
+        rival = ours is not None and not run["system"].startswith("tunecompile")
+        name = run["system"].removesuffix("-no-checkpoint")
+        rows.append(
+            [
+                f"{_case(run)} x {run['accumulation']}, {run['steps']} steps",
+                shown(name) + ("" if run["checkpointing"] else ", checkpointing off"),
+                run["caches"],
+                f"{run['wall_s']:.0f}",
+                f"{run['wall_first_s']:.0f}",
+                f"{run['wall_tenth_s']:.0f}" if run["wall_tenth_s"] else "",
+                f"{run['step_ms']['median'] / 1e3:.2f}",
+                len(run["slow_steps"]),
+                ", ".join(f"{step}: {count}" for step, count in run["captured"].items()),
+                f"{run['peak_gib']:.1f}",
+                f"{ours['wall_s'] / run['wall_s']:.2f} of it" if ours and rival else "",
+            ]
+        )
+    return rows
 
 
 def render_vision(folder: Path = RESULTS) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 from benchmarks._results import print_row, row_apart, run_apart
+from benchmarks._rows import draw_lengths, draw_tokens
 from tunecompile.cli.compare.spec import Job, system
 
 UNTIMED = 4  #: steps: the first compiles, and in the third CUDA graphs are recorded
@@ -48,10 +49,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the process of one system
     return parser.parse_args()
-
-
-def lengths(count: int, longest: int = LONGEST) -> list[int]:
-    return [max(16, min(longest, int(random.lognormvariate(0, 0.6) * TYPICAL))) for _ in range(count)]
 
 
 def usual(steps: list[float], trainer: str) -> float:
@@ -79,10 +76,8 @@ def make(
     """TRL's trainer on random rows, and the tokens of a step in the mean."""
     from datasets import Dataset
 
-    vocabulary = min(model.config.vocab_size, 100_000)
-
     def ids(count: int) -> list[int]:
-        return [random.randrange(3, vocabulary) for _ in range(count)]
+        return draw_tokens(count, model.config.vocab_size)
 
     about = {"model": model, "processing_class": tokenizer}
     if trainer == "sft":
@@ -94,14 +89,17 @@ def make(
     if trainer == "dpo":
         from trl import DPOConfig, DPOTrainer
 
-        counts = [lengths(2, 1024 - PROMPT) for _ in range(PAIRS * steps)]
+        counts = [draw_lengths(2, TYPICAL, 1024 - PROMPT) for _ in range(PAIRS * steps)]
         rows = [{"prompt": words(PROMPT), "chosen": words(c), "rejected": words(r)} for c, r in counts]
         settings = DPOConfig(**common, per_device_train_batch_size=PAIRS, max_length=1024)
         made = DPOTrainer(ref_model=None, args=settings, train_dataset=Dataset.from_list(rows), **about)
         return made, sum(2 * PROMPT + c + r for c, r in counts) / steps
     from trl import GRPOConfig, GRPOTrainer
 
-    counts = [[completion] * COMPLETIONS if completion else lengths(COMPLETIONS) for _ in range(steps + 2)]
+    counts = [
+        [completion] * COMPLETIONS if completion else draw_lengths(COMPLETIONS, TYPICAL, LONGEST)
+        for _ in range(steps + 2)
+    ]
     batch = {"per_device_train_batch_size": COMPLETIONS, "num_generations": COMPLETIONS}
     made = GRPOTrainer(
         args=GRPOConfig(**common, **batch, max_completion_length=completion or LONGEST, beta=0.0),

@@ -154,3 +154,31 @@ def test_steps_with_images_have_a_section_once_they_were_measured(tmp_path):
     assert case + "**tunecompile** | 30 | 20 (10 to 90) | 0 | 0 | 1.0 | 1.0 |  |" in text
     assert text.startswith("## ") and "Unsloth |" not in text and report.render_vision(tmp_path / "nothing") == ""
     assert not report_tables.load_results(tmp_path)
+
+
+def test_whole_runs_have_a_section_and_a_row_once_they_were_measured(tmp_path):
+    """A run that was cut has none; ratios are tunecompile's time with empty caches beside another's."""
+    run = {"model": "llama-3.1-8b", "mode": "qlora", "shape": "2x~200", "accumulation": 4, "steps": 60, "status": "ok"}
+    run |= {"step_ms": {"median": 550.0}, "peak_gib": 6.5, "wall_first_s": 20.0, "wall_tenth_s": 30.0}
+    run |= {"slow_steps": [5], "captured": {"1": 2, "3": 1}, "checkpointing": True, "caches": "cold"}
+    runs = [
+        run | {"system": "tunecompile", "wall_s": 80.0},
+        run | {"system": "tunecompile", "wall_s": 70.0, "caches": "warm", "peak_gib": 6.0},
+        run | {"system": "unsloth", "wall_s": 160.0},
+        run | {"system": "tunecompile-no-checkpoint", "wall_s": 79.0, "checkpointing": False, "wall_tenth_s": None},
+        run | {"system": "hf", "wall_s": 200.0, "status": "incomplete"},
+    ]
+    result = {"date": "2026", "versions": {"torch": "2"}, "machine": {"gpu": "g"}, "runs": runs}
+    assert report.render_runs(tmp_path) == "" and "steps from" not in report.render_rivals(tmp_path)
+    (tmp_path / f"{report_tables.RUN}.json").write_text(json.dumps(result))
+    text = report.render_runs(tmp_path)
+    case = "| llama-3.1-8b, qlora, 2x~200 x 4, 60 steps | "
+    assert case + "Unsloth | cold | 160 | 20 | 30 | 0.55 | 1 | 1: 2, 3: 1 | 6.5 | 0.50 of it |" in text
+    assert case + "**tunecompile** | warm | 70 |" in text and "HF + PEFT |" not in text and text.startswith("## ")
+    assert case + "**tunecompile**, checkpointing off | cold | 79 | 20 |  | 0.55 |" in text
+    about = "| llama-3.1-8b, qlora, 2x~200 x 4, 60 steps from process start to saved adapter |"
+    cells = "  |  |  | 160 s (6.5) ¹ | **80 s (6.5)**, caches warm 70 s (6.0) |"
+    assert about + cells in report.render_rivals(tmp_path) and not report_tables.load_results(tmp_path)
+    result["runs"] = runs[2:]
+    (tmp_path / f"{report_tables.RUN}.json").write_text(json.dumps(result))
+    assert "steps from" not in report.render_rivals(tmp_path) and case in report.render_runs(tmp_path)

@@ -29,7 +29,7 @@ def test_rows_are_read_out_of_what_else_a_process_prints(capsys):
 
 
 def printing(*statuses: str) -> str:
-    return "; ".join(f"print({results.ROW + json.dumps({'status': status})!r})" for status in statuses)
+    return "; ".join(f"print({results.ROW + json.dumps({'status': status})!r}, flush=True)" for status in statuses)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,14 @@ def printing(*statuses: str) -> str:
         ("raise SystemExit('why')", 60, "error: see "),
         ("import time; time.sleep(60)", 1, "left out: no time was left"),
         (printing("begun"), 0.5, "left out: no time was left"),
+        (
+            printing("first", "incomplete") + "; print('row: {', end='', flush=True); import time; time.sleep(60)",
+            2,
+            "incomplete",
+        ),
+        (printing("incomplete") + "; import os; os._exit(3)", 60, "error: see "),
     ],
-    ids=["rows", "fails", "takes too long", "not begun"],
+    ids=["rows", "fails", "takes too long", "not begun", "cut", "dies"],
 )
 def test_a_process_of_its_own_gives_a_row(code, seconds, status, tmp_path, monkeypatch):
     """It always does: also where the process fails, takes longer than it may, or is not begun."""
@@ -48,7 +54,8 @@ def test_a_process_of_its_own_gives_a_row(code, seconds, status, tmp_path, monke
     log = tmp_path / "a.log"
     row = results.row_apart([sys.executable, "-c", code], log, seconds)
     assert row["status"].startswith(status)
-    assert status != "error: see " or log.read_text() == "why\n"
+    assert not code.startswith("raise") or log.read_text() == "why\n"
+    assert ("spent_s" in row) == (status == "incomplete")
 
 
 def test_cases_that_have_a_process_each(tmp_path, capsys):

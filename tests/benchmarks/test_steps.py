@@ -4,6 +4,7 @@ import json
 import pkgutil
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -280,3 +281,89 @@ def test_slow_steps_are_those_after_the_first_two():
     )
     assert found["slow_steps"] == 2 and found["step_ms"] == {"median": 12.0, "min": 10.0, "max": 26.0, "mean": 16.0}
     assert found["tokens_per_s"] == 500.0 and found["repeats"] == 3 and "late_compilations" not in found
+
+
+@pytest.mark.slow
+def test_whole_runs(tmp_path, monkeypatch, capsys):
+    """Systems train on the same rows, cold and warm ones share caches, and a table is made. (All in this process.)"""
+    pytest.importorskip("peft")
+    pytest.importorskip("trl")
+    from benchmarks import _run_script
+    from benchmarks.steps import run
+
+    caches = []
+
+    def here(command, log, seconds, env, cwd):
+        caches.append(env["TORCHINDUCTOR_CACHE_DIR"])
+        return _run_script.measure(json.loads(Path(command[3]).read_text()), float(command[4]))
+
+    monkeypatch.setattr(run, "row_apart", here)
+    out = tmp_path / "run-tiny.json"
+    command = ["run.py", "--model", "llama-tiny", "--systems", "hf,tunecompile,tunecompile-warm", "--steps", "4"]
+    monkeypatch.setattr(sys, "argv", [*command, "--accumulation", "2", "--shape", "2x~16", "--out", str(out)])
+    assert run.main() == 0
+    eager, cold, warm = json.loads(out.read_text())["runs"]
+    assert eager["losses"] == pytest.approx(cold["losses"], rel=1e-4) and len(eager["steps_s"]) == 4
+    assert (cold["system"], cold["caches"], warm["system"], warm["caches"]) == (
+        *["tunecompile", "cold"],
+        *["tunecompile", "warm"],
+    )
+    assert eager["checkpointing"] and "compilations" not in eager and cold["compilations"] and cold["captured"]["1"]
+    assert cold["wall_begin_s"] < cold["wall_first_s"] < cold["wall_last_s"] < cold["wall_s"]
+    assert caches[0] != caches[1] == caches[2]
+    assert "| llama-tiny (2 layers), lora, 2x~16 x 2, 4 steps | **tunecompile** | warm |" in report.render_runs(
+        tmp_path
+    )
+
+
+def test_steps_of_a_run_that_are_slow():
+    """After the third: three times the median, or five seconds. A graph that was captured belongs to its step."""
+    from benchmarks import _run_script
+
+    clock = _run_script.Clock(begun=0.0, cuda=False)
+    clock.begin_s, clock.ends, clock.captured = (
+        10.0,
+        [40.0, 41.0, 51.0, 52.0, 53.0, 56.0, 57.0],
+        [7, 9, 9, 10, 10, 10, 10, 10],
+    )
+    row = clock.figures(tokens=500)
+    assert row["slow_steps"] == [6] and row["captured"] == {"1": 2, "3": 1} and row["tokens_per_s"] == 500.0
+    assert (row["wall_begin_s"], row["wall_first_s"], row["wall_tenth_s"], row["wall_last_s"]) == (
+        10.0,
+        40.0,
+        None,
+        57.0,
+    )
+    clock.ends = [float(10 * n) for n in range(2, 14)]
+    row = clock.figures(tokens=500)
+    assert row["slow_steps"] == [*range(4, 13)] and row["wall_tenth_s"] == 110.0
+
+
+def test_names_of_whole_runs():
+    """Warm caches are those that the same system has filled before."""
+    from benchmarks.steps import run
+
+    systems = run.checked_systems(["tunecompile-no-checkpoint", "unsloth", "tunecompile-no-checkpoint-warm"])
+    off, unsloth, warm = systems.values()
+    assert off == {**warm, "caches": "cold"} and not off["checkpointing"] and unsloth["checkpointing"]
+    for wrong in (["tunecompile", "tunecompile-no-checkpoint-warm"], ["tunecompile-warm", "tunecompile"], ["ligre"]):
+        with pytest.raises(SystemExit, match=wrong[0] if wrong[0] != "tunecompile" else "is to follow"):
+            run.checked_systems(wrong)
+
+
+def test_rows_of_a_run_are_the_same_for_all_and_spread():
+    from benchmarks.steps import run
+
+    given = SimpleNamespace(shape="2x~200", accumulation=4, steps=60, seed=0)
+    rows, longest = run.draw_rows(given, 32_000)
+    assert (
+        rows
+        == run.draw_rows(given, 32_000)[0]
+        != run.draw_rows(SimpleNamespace(**{**vars(given), "seed": 1}), 32_000)[0]
+    )
+    lengths = sorted(map(len, rows))
+    assert len(rows) == 480 and longest == 1600 and 16 <= lengths[0] and lengths[-1] <= longest
+    assert 180 < lengths[240] < 220 and lengths[-1] > 600
+    given.shape = "2x64"
+    rows, longest = run.draw_rows(given, 100)
+    assert longest == 64 and {len(row) for row in rows} == {64} and max(map(max, rows)) < 100
