@@ -252,7 +252,7 @@ def test_a_row_that_is_filled_up_never_runs_by_the_layers_own_code():
     layer, flat = nn.Linear(3, 3), filled_up()
     args, kwargs = flat.enter((torch.randn(20, 3), flat.bounds), {}, None, keep=False)
     with pytest.raises(NotTokenWise):
-        variant._region(layer, *args, **kwargs)
+        variant.layer_call(layer, *args, **kwargs)
     made = SimpleNamespace(refused="why it cannot be traced", flat=False)
     with pytest.raises(NotTokenWise):
         variant.Variant.call(made, layer, *args, **kwargs)

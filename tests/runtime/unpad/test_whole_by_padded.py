@@ -47,6 +47,35 @@ def test_two_graphs_serve_all_batches(shapes, family):
     assert has(ours, "whole-by-padded", count=2) and has(ours, "padding-removed", count=2)
 
 
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt2", "gemma3"))]
+)
+def test_one_graph_serves_all_batches_where_padded_ones_come_first(shapes, family):
+    """What layers would run without a mask is traced in the second step, and runs nothing: it draws no numbers."""
+    ours, plain = pair(lambda: zoo.make(family).double())
+    batches = [padded(), padded(3, 24, "left"), whole(20), whole(9, 5), padded(), whole(20)]
+    follow(ours, plain, batches, **EXACT)
+    assert all(shape[0] == 1 for shape in shapes.last(len(batches)))
+    region = tunecompile.report(ours).regions[0]
+    assert region.compiles == 1 and not fell_back(ours), region
+    assert has(ours, "whole-by-padded", count=3)
+
+
+@pytest.mark.slow
+def test_traced_calls_of_layers_that_see_both_ways(shapes):
+    """Padded batches are causal here, and rows without padding are not: these come as they are."""
+
+    def both_ways():
+        model = zoo.make("llama")
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+        return model
+
+    ours, plain = pair(both_ways)
+    follow(ours, plain, [padded(), padded(3, 24), whole(20), whole(24)])
+    assert shapes.last(2) == [(2, 20, 64), (2, 24, 64)]
+
+
 @pytest.mark.parametrize("window, graphs, joined", [(32, 2, 2), pytest.param(22, 3, 1, marks=pytest.mark.slow)])
 def test_windows_that_are_constants_of_graphs(shapes, window, graphs, joined):
     """No row is as long as the first one. Of rows longer than the second the model makes a mask itself."""

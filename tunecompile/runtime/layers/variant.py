@@ -45,7 +45,8 @@ from tunecompile.runtime.unpad.flat_batch import (
 from tunecompile.runtime.unpad.image_bounds import without_bounds
 
 
-def _region(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def layer_call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The layer's output, by its own code: what Dynamo traces."""
     told = kwargs
     if LONGEST_IMAGE in told or BOUNDS_BESIDE in told:
         kwargs = without_bounds(told)
@@ -127,7 +128,7 @@ class Variant:
         self.contexts: list[Context] = []
         self.refused = ""  #: why it cannot be traced
         self.full = ""  #: code of the layer's that Dynamo makes no more graphs of, where it made none
-        function = own_code(_region, name)
+        function = own_code(layer_call, name)
         self._traced = forget_with(self, function.__code__)
         options = None if guards is None else {"guard_filter_fn": guards}
         self._compiled = torch.compile(function, backend=WeakBackend(self.compile, compiled_as), options=options)
