@@ -14,7 +14,7 @@ import torch
 
 from tunecompile._torch.fake_tensors import dispatch_mode
 
-__all__ = ["is_aligned", "is_tracing", "launch", "multiprocessors", "next_power_of_2"]
+__all__ = ["is_aligned", "is_tracing", "launch", "multiprocessors", "next_power_of_2", "row_ranges"]
 
 Grid = Sequence[int] | Callable[[dict[str, Any]], Sequence[int]]
 
@@ -71,6 +71,27 @@ def is_aligned(tensor: torch.Tensor, *, to: int) -> bool:
         Whether it is.
     """
     return tensor.storage_offset() * tensor.element_size() % to == 0
+
+
+def row_ranges(rows: int | torch.SymInt, each: int, most: int | None = None) -> int | torch.SymInt:
+    """The number of programs that share the rows, for scratch with a part for each: 2 or more where rows are a symbol.
+
+    torch asks of each size whether it is 1 (`check_contiguous_sizes_strides`). A symbol's is not, but ceil(N / each) may
+    be: the answer becomes a guard on N, with one graph for up to `each` rows, and another for more. So there is a second
+    program, which has no rows and leaves zeros.
+
+    Args:
+        rows: their number.
+        each: rows of a program, or what it takes at a time.
+        most: programs, if those are limited.
+
+    Returns:
+        The number of parts, and of programs in the grid.
+    """
+    count = (rows + each - 1) // each
+    if isinstance(count, int):
+        return count if most is None else min(count, most)
+    return torch.sym_max(count if most is None else torch.sym_min(count, most), 2)
 
 
 def next_power_of_2(n: int) -> int:

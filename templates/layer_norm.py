@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._launch import launch, multiprocessors, next_power_of_2
+from ._launch import launch, multiprocessors, next_power_of_2, row_ranges
 from ._strided import start_of, strided_rows
 
 __all__ = ["backward"]
@@ -116,7 +116,7 @@ def backward(grad, x, weight, eps=1e-5, *, residual_grad=None, need_parameter_gr
     tile = tile or _tiles.pick("rms_norm", x, n)
     programs, weights, biases = triton.cdiv(rows, tile.rows), None, None
     if need_parameter_grads:  # few programs, so that few partial sums are left: those that fit on the GPU at once
-        programs = min(programs, multiprocessors(x.device) * max(1, 32 // tile.num_warps))
+        programs = row_ranges(rows, tile.rows, multiprocessors(x.device) * max(1, 32 // tile.num_warps))
         weights, biases = (torch.empty((programs, n), dtype=torch.float32, device=x.device) for _ in range(2))
     launch(
         backward_kernel,

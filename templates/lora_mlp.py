@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._launch import launch, next_power_of_2
+from ._launch import launch, next_power_of_2, row_ranges
 from .swiglu import ACTIVATIONS, _gate
 
 __all__ = ["backward", "backward_of_piece", "begin", "sums"]
@@ -189,7 +189,7 @@ def _rank(ranks, down):
 
 
 def _shape_of_parts(rows, columns, ranks, down, tile):
-    return triton.cdiv(rows, tile.rows), 3, _rank(ranks, down), columns
+    return row_ranges(rows, tile.rows), 3, _rank(ranks, down), columns
 
 
 def _start(grad, gate_up, down, xa, ranks, activation, parts, add, both, tile):
@@ -204,7 +204,7 @@ def _start(grad, gate_up, down, xa, ranks, activation, parts, add, both, tile):
         )
     launch(
         backward_kernel,
-        (triton.cdiv(columns, tile.block), triton.cdiv(rows, tile.rows)),
+        (triton.cdiv(columns, tile.block), row_ranges(rows, tile.rows)),
         grad,
         gate_up,
         both,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._launch import launch, multiprocessors, next_power_of_2
+from ._launch import launch, multiprocessors, next_power_of_2, row_ranges
 from ._strided import start_of, strided_rows
 
 __all__ = ["backward", "forward"]
@@ -229,7 +229,7 @@ def backward(
     programs = triton.cdiv(rows, tile.rows)
     partial = None
     if need_weight_grad:  # as many programs as fit on the GPU at once, so that there are few partial sums
-        programs = min(programs, multiprocessors(x.device) * max(1, 32 // tile.num_warps))
+        programs = row_ranges(rows, tile.rows, multiprocessors(x.device) * max(1, 32 // tile.num_warps))
         partial = torch.empty((programs, n), dtype=torch.float32, device=x.device)
     launch(
         backward_kernel,

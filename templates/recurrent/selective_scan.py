@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .. import _tiles
-from .._launch import launch, next_power_of_2
+from .._launch import launch, next_power_of_2, row_ranges
 
 __all__ = ["CHUNK", "backward", "chunk_ends", "forward", "gradients", "outputs", "starts"]
 
@@ -271,6 +271,12 @@ def _chunks(tokens):
     return (tokens + CHUNK - 1) // CHUNK
 
 
+def _parts(count, states, a):
+    """[count, D, N] for a kernel that writes all of it; of zeros, and at least two, where `count` is a symbol."""
+    make = torch.empty if isinstance(count, int) else torch.zeros
+    return make(row_ranges(count, 1), *a.shape, dtype=states.dtype, device=states.device)
+
+
 def chunk_ends(x, dt, a, b, documents=None, reverse=False):
     """Compute what each chunk adds to the state after it; reverse, to the gradient of the state before it.
 
@@ -282,11 +288,11 @@ def chunk_ends(x, dt, a, b, documents=None, reverse=False):
         reverse: whether tokens are taken from the last to the first.
 
     Returns:
-        ([B, chunks, D, N] in fp32, the sum of each chunk's dt, [B, chunks, D], or None for reverse).
+        ([B, chunks * D, N] in fp32, the sum of each chunk's dt, [B, chunks * D], or None for reverse).
     """
     (batch, tokens, channels), count = x.shape, _chunks(x.shape[1])
-    made = torch.empty(batch, count, *a.shape, dtype=torch.float32, device=x.device)
-    total = None if reverse else torch.empty(batch, count, channels, dtype=torch.float32, device=x.device)
+    made = torch.empty(batch, count * channels, a.shape[1], dtype=torch.float32, device=x.device)
+    total = None if reverse else torch.empty(batch, count * channels, dtype=torch.float32, device=x.device)
     block, options = _options("scan_ends", x, a, documents)
     grid = (batch * count, triton.cdiv(channels, block))
     sizes = (tokens, count, channels)
@@ -307,8 +313,8 @@ def starts(states, total, a, documents, tokens, last=None):
     Returns:
         The final state, [B, D, N] in fp32; None backward.
     """
-    batch, count, channels = states.shape[:3]
-    final = torch.empty_like(states[:, 0]) if last is None else None
+    batch, count, channels = states.shape[0], _chunks(tokens), a.shape[0]
+    final = torch.empty(batch, *a.shape, dtype=states.dtype, device=states.device) if last is None else None
     block, options = _options("scan_starts", states, a, documents)
     grid = (batch, triton.cdiv(channels, block))
     tensors = (states, total, a, documents, last, final)
@@ -345,13 +351,13 @@ def gradients(grad, x, dt, a, b, c, documents, states, ahead, with_a=True):
         with_a: whether the gradient of a is wanted.
 
     Returns:
-        (dx, ddt, da, db, dc): da a part for each chunk, [B, chunks, D, N], or None; db and dc a part for each group of
-        channels, [groups, B, T, N], in fp32.
+        (dx, ddt, da, db, dc): da a part for each chunk, [parts, D, N], or None, of which there may be one more, of
+        zeros; db and dc a part for each group of channels, [groups, B, T, N], in fp32.
     """
     (batch, tokens, channels), count = x.shape, _chunks(x.shape[1])
     groups = triton.cdiv(channels, CHANNELS)
     dx, ddt = torch.empty_like(x), torch.empty_like(dt)
-    da = torch.empty_like(states) if with_a else None
+    da = _parts(batch * count, states, a) if with_a else None
     db, dc = (torch.empty(groups, *b.shape, dtype=torch.float32, device=x.device) for _ in range(2))
     _, options = _options("scan_gradients", x, a, documents)
     tensors = (grad, x, dt, a, b, c, documents, states, ahead, dx, ddt, da, db, dc)
@@ -396,4 +402,4 @@ def backward(grad, grad_final, x, dt, a, b, c, documents=None, *, with_a=True):
     ahead, _ = chunk_ends(grad, dt, a, c, documents, reverse=True)
     starts(ahead, total, a, documents, x.shape[1], grad_final)
     dx, ddt, da, db, dc = gradients(grad, x, dt, a, b, c, documents, states, ahead, with_a)
-    return [dx, ddt, None if da is None else da.sum((0, 1)), db.sum(0), dc.sum(0)]
+    return [dx, ddt, None if da is None else da.sum(0), db.sum(0), dc.sum(0)]

@@ -38,9 +38,9 @@ def pieces(tokens: int, tiles: int) -> list[slice]:
     """Return the slices of `tokens` rows that make up the tiles.
 
     There are `tiles` of them. All have equal length, except that the last one also has the remainder. There is one
-    if there are fewer tokens than tiles.
+    if a tile would have fewer than two tokens: torch asks of each size whether it is 1, and would compile once more.
     """
-    tiles = tiles if tokens >= tiles else 1
+    tiles = tiles if tokens >= 2 * tiles else 1
     each = tokens // tiles
     return [slice(i * each, (i + 1) * each) for i in range(tiles - 1)] + [slice((tiles - 1) * each, tokens)]
 

@@ -77,12 +77,12 @@ def scan_back(chunks, grad, grad_final):
         grad_final: [B, H, K, V], of the final state, contiguous.
 
     Returns:
-        (gradients of new values, [B, T, H, V]; of the final state of each chunk, [B, chunks, H, K, V]).
+        (gradients of new values, [B, T, H, V]; of the final state of each chunk, [B, chunks * H * K, V]).
     """
     (batch, tokens, heads, width), keys = chunks.u.shape, chunks.w.shape[3]
     count = chunks_of(tokens)
     written = torch.empty_like(chunks.u)
-    states = torch.empty(batch, count, heads, keys, width, dtype=written.dtype, device=written.device)
+    states = torch.empty(batch, count * heads * keys, width, dtype=written.dtype, device=written.device)
     tile, options = options_of("channel_scan_back", chunks.u, keys, V=width)
     options |= dict(KEYS=max(next_power_of_2(keys), tile.step), BLOCK=tile.block)
     tensors = (grad, grad_final, chunks.q_in, chunks.k_out, chunks.w, chunks.scores, chunks.through, written, states)

@@ -157,7 +157,7 @@ class Chunks(NamedTuple):
     total: torch.Tensor  #: G, [B, chunks * CHUNK, H, K], fp32
     q_in: torch.Tensor  #: scale e^G q, [B, T, H, K]; 0 where the state that enters is not seen
     k_out: torch.Tensor  #: e^(G_last - G) k, [B, T, H, K]; 0 where the chunk's end does not see it
-    through: torch.Tensor  #: e^G_last, [B, chunks, H, K], fp32
+    through: torch.Tensor  #: e^G_last, [B, chunks * H * K], fp32
     pairs: torch.Tensor  #: (k, k) below the diagonal, [B, T, H, CHUNK]
     scores: torch.Tensor  #: scale (q, k), [B, T, H, CHUNK]
     inverse: torch.Tensor  #: (I + A)^-1, [B, T, H, CHUNK]
@@ -217,7 +217,7 @@ def prepare(q, k, v, total, beta, documents, scale):
     def empty(*shape, dtype=v.dtype):
         return torch.empty(*shape, dtype=dtype, device=v.device)
 
-    through = empty(batch, count, heads, keys, dtype=torch.float32)
+    through = empty(batch, count * heads * keys, dtype=torch.float32)
     q_in, k_out, w = (empty(batch, tokens, heads, keys) for _ in range(3))
     squares = [empty(batch, tokens, heads, CHUNK) for _ in range(3)]
     made = Chunks(total, q_in, k_out, through, *squares, w, empty(batch, tokens, heads, width))

@@ -101,7 +101,7 @@ class States(NamedTuple):
     """The results of the recurrence over chunks."""
 
     written: torch.Tensor  #: [B, T, H, V]: the new values n
-    entering: torch.Tensor  #: [B, chunks, H, K, V]: the state at the beginning of each chunk
+    entering: torch.Tensor  #: [B, chunks * H * K, V]: the state at the beginning of each chunk
     final: torch.Tensor  #: [B, H, K, V], fp32
 
 
@@ -118,7 +118,7 @@ def scan(chunks):
     count = chunks_of(tokens)
     made = States(
         torch.empty_like(chunks.u),
-        torch.empty(batch, count, heads, keys, width, dtype=chunks.u.dtype, device=chunks.u.device),
+        torch.empty(batch, count * heads * keys, width, dtype=chunks.u.dtype, device=chunks.u.device),
         torch.empty(batch, heads, keys, width, dtype=torch.float32, device=chunks.u.device),
     )
     tile, options = options_of("channel_scan", chunks.u, keys, V=width)

@@ -185,11 +185,11 @@ def scan(call, chunks, waiting, grad_final):
         grad_final: [B, H, K, V], of the final state, contiguous.
 
     Returns:
-        (gradients of new values, [B, T, H, V]; of the final state of each chunk, [B, chunks, H, K, V]).
+        (gradients of new values, [B, T, H, V]; of the final state of each chunk, [B, chunks * H * K, V]).
     """
     keys, width = call.q.shape[3], call.v.shape[3]
     written, (tile, options) = torch.empty_like(waiting), call.options("delta_scan")
-    shape = (call.shape[0], call.count, call.shape[2], keys, width)
+    shape = (call.shape[0], call.count * call.shape[2] * keys, width)
     states = torch.empty(shape, dtype=waiting.dtype, device=waiting.device)
     options["KEYS"] = max(next_power_of_2(keys), tile.block)
     documents = call.shape[0] if call.offsets is None else call.offsets.shape[0]

@@ -147,7 +147,8 @@ def chunks_of(tokens):
         tokens: of the row; may be a symbol.
 
     Returns:
-        Their number; the last one may be incomplete.
+        Their number; the last one may be incomplete. No tensor has a dimension of as many: torch asks of each
+        whether it is 1, and the answer becomes a guard on the symbol. It is multiplied by other sizes.
     """
     return (tokens + CHUNK - 1) // CHUNK
 

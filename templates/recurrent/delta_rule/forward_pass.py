@@ -153,7 +153,7 @@ class States(NamedTuple):
     """The results of the recurrence over chunks."""
 
     written: torch.Tensor  #: [B, T, H, V]: the new values n
-    entering: torch.Tensor  #: [B, chunks, H, K, V]: the state at the beginning of each chunk
+    entering: torch.Tensor  #: [B, chunks * H * K, V]: the state at the beginning of each chunk
     final: torch.Tensor  #: [B, H, K, V], fp32
 
 
@@ -173,7 +173,7 @@ def scan(chunks, k, v, offsets):
     delta = chunks.w is not None
     made = States(
         torch.empty_like(chunks.u) if delta else chunks.u,
-        torch.empty(batch, count, heads, keys, width, dtype=v.dtype, device=v.device),
+        torch.empty(batch, count * heads * keys, width, dtype=v.dtype, device=v.device),
         torch.empty(batch, heads, keys, width, dtype=torch.float32, device=v.device),
     )
     k, k_strides = rows(k)
