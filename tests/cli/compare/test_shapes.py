@@ -9,7 +9,7 @@ from tunecompile.cli.compare import models, run
 from tunecompile.cli.compare.assemble import parts_of
 from tunecompile.cli.compare.shapes import build_shape_model, save_shape_model
 from tunecompile.cli.compare.spec import Job, resolve_systems
-from tunecompile.estimate.known_shapes import empty_model, lora_targets, shape_config
+from tunecompile.estimate.known_shapes import SHAPES, empty_model, lora_targets, shape_config
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,22 @@ def test_what_is_saved_is_what_is_built(tmp_path, name, quantise):
     built = build_shape_model(name, dtype=torch.bfloat16, **what).state_dict()
     assert set(loaded) == set(built) and all(loaded[name].equal(built[name]) for name in built)
     assert any("quant_map" in name for name in built) == quantise
+
+
+@pytest.mark.slow
+def test_linears_that_are_not_packed_are_loaded_as_they_are(tmp_path, monkeypatch):
+    """Gemma 4's gates beside its layers: loaders take every linear of a packed checkpoint for a packed one."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes")
+    few = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    few |= dict(head_dim=16, global_head_dim=32, vocab_size=512, vocab_size_per_layer_input=512)
+    few |= dict(hidden_size_per_layer_input=64, num_kv_shared_layers=0)
+    monkeypatch.setitem(SHAPES, "gemma-4-e4b", SHAPES["gemma-4-e4b"] | few)
+    save_shape_model("gemma-4-e4b", str(tmp_path), seed=0, device="cpu", quantise=True)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, device_map={"": "cpu"})
+    names = {path.rpartition(".")[2] for path, each in loaded.named_modules() if type(each).__name__ == "Linear4bit"}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert "per_layer_input_gate" in {path.rpartition(".")[2] for path, _ in loaded.named_modules()}
 
 
 @pytest.mark.parametrize("given", ["unsloth,tunecompile", "tunecompile@9.4GiB,unsloth", "tunecompile@auto,tunecompile"])

@@ -138,6 +138,7 @@ def save_shape_model(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
+            llm_int8_skip_modules=sorted(_linears(empty) - {*TARGETS}),  # loaders take all others for packed ones
         )
     config.save_pretrained(out)
     groups: dict[str, list[str]] = {}
@@ -156,6 +157,11 @@ def save_shape_model(
         index |= dict.fromkeys(tensors, file)
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     save_tiny_tokenizer(out)
+
+
+def _linears(model: nn.Module) -> set[str]:
+    """The last names of a model's linears."""
+    return {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 def saved_weight(empty: nn.Module, path: str, seed: int, device: str, quantise: bool) -> dict[str, torch.Tensor]:
