@@ -88,8 +88,21 @@ def test_the_command(tmp_path):
     done = testing.CliRunner().invoke(app, ["run", "--memory", "auto", str(script), "--memory", "own"])
     assert done.exit_code == 7 and "nothing was optimized" in done.output, done.output
     assert json.loads(seen.read_text()) == [["--memory", "own"], {"memory": "auto"}]
+    done = testing.CliRunner().invoke(app, ["run", "--merge-accumulation", str(script)])
+    assert json.loads(seen.read_text()) == [[], {}], "no option of optimize"
     done = testing.CliRunner(env={"TUNECOMPILE": "0"}).invoke(app, ["run", str(script)])
     assert done.exit_code == 7 and "TUNECOMPILE=0 is set" in done.output, done.output
+
+
+def test_the_command_merges_accumulated_batches(tmp_path, monkeypatch):
+    from tunecompile.trainers import huggingface
+
+    for merges in (False, True):
+        monkeypatch.setenv(RUN, run.environment({"memory": "1GiB"}, tmp_path / "told", merges)[RUN])
+        door = huggingface.from_environment()
+        assert door.merges is merges and door.options == {"memory": "1GiB"}
+    monkeypatch.delenv(RUN)
+    assert huggingface.from_environment().merges is False
 
 
 def started(code, tmp_path, options):

@@ -54,6 +54,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         **_TRANSFORMERS,
     ),
     *group(
+        "`merge_accumulation` leaves batches as they are",
+        "transformers.trainer.Trainer._train_batch_size",
+        **_TRANSFORMERS,
+    ),
+    *group(
         "attention of towers is a loop over images, with graph breaks",
         "transformers.utils.generic.is_flash_attention_requested",
         "transformers.utils.generic.get_max_seqlen",

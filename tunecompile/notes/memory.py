@@ -3,6 +3,12 @@
 from tunecompile.notes.kind import NoteKind
 
 NOTES = {
+    # batches that a trainer accumulates
+    "accumulation-merged": NoteKind(
+        "{count} accumulated batches of {rows} rows come as one of {merged}: the same rows a step, the same loss. With "
+        "rows of {length} tokens its peak is predicted to be {peak}, {budget} are allowed"
+    ),
+    "accumulation-kept": NoteKind("accumulated batches are not merged: {detail}"),
     "no-memory-plan": NoteKind(
         "no memory plan for {subject}: {detail}",
         "These layers run as without memory=. Follow the reason.",
@@ -67,6 +73,22 @@ REASONS = {
     "expose-tensors": NoteKind("expose tensors with a gradient beside what they return"),
     "given-object": NoteKind("are given a {subject}"),
     "return-object": NoteKind("return a {subject}"),
+    # why accumulated batches are not merged
+    "nothing-accumulated": NoteKind("gradient_accumulation_steps is 1"),
+    "several-processes": NoteKind("there are several processes or GPUs, which might decide differently"),
+    "own-batches": NoteKind("{subject} has its own {detail}, so that a batch may mean something else there"),
+    "differs-by-batch": NoteKind("a step would not be the same, by {detail}"),
+    "added-late": NoteKind(
+        "the callback came after the Trainer was made", "Hand it to the Trainer: callbacks=[tunecompile.Callback(...)]."
+    ),
+    "rows-unknown": NoteKind(
+        "it is not known how long a row may be", "Set max_length (TRL), or train on a dataset with a column input_ids."
+    ),
+    "room-unknown": NoteKind("it is not known how much memory there is", "Name a budget: memory=."),
+    "no-room": NoteKind(
+        "{subject} at once would need {peak}, and {budget} are allowed",
+        "Lower max_length where rows are shorter, or raise memory=.",
+    ),
     # why a table stays on the device
     "table-trained": NoteKind("it is trained"),
     "table-shared": NoteKind("another module shares it"),

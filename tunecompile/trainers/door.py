@@ -19,11 +19,12 @@ from tunecompile.runtime.layers.find_layers import find_layers
 from tunecompile.runtime.model_state import is_optimized
 from tunecompile.trainers.api import optimize, report
 
-__all__ = ["RUN", "SITE", "Door", "check_host", "held_by", "options_of_run", "trained"]
+__all__ = ["RUN", "SITE", "Door", "check_host", "held_by", "merges_in_run", "options_of_run", "trained"]
 
 log = logging.getLogger(__name__)
 
-#: the variable with a JSON: `options` of `optimize`, and `told`, a file to which each process writes what it optimizes
+#: the variable with a JSON: `options` of `optimize`, `merge_accumulation`, and `told`, a file to which each process
+#: writes what it optimizes
 RUN = "TUNECOMPILE_RUN"
 SITE = Path(__file__).parent / "site"  #: the folder that `tunecompile run` puts first on Python's path
 
@@ -100,6 +101,11 @@ def options_of_run() -> dict[str, Any] | None:
     if RUN in os.environ:
         return json.loads(os.environ[RUN])["options"]
     return {} if os.environ.get("TUNECOMPILE") == "1" else None
+
+
+def merges_in_run() -> bool:
+    """Whether `tunecompile run` was told to merge accumulated batches."""
+    return bool(json.loads(os.environ.get(RUN, "{}")).get("merge_accumulation"))
 
 
 def check_host(package: str, oldest: str, newest: str) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 from torch import nn
 
 from tunecompile.errors import MissingExtra
-from tunecompile.trainers.door import Door, options_of_run
+from tunecompile.notes import Note, note
+from tunecompile.runtime.model_state import state_of
+from tunecompile.trainers.accumulation import merge_accumulation
+from tunecompile.trainers.door import Door, merges_in_run, options_of_run
 from tunecompile.trainers.watch import Watcher, watch
 
 try:
@@ -32,21 +35,30 @@ class Callback(Door, TrainerCallback):
 
     Args:
         watch: whether the training's health is watched, as `tunecompile.watch` does.
+        merge_accumulation: whether batches that the Trainer accumulates (`gradient_accumulation_steps`) come as one
+            where they fit, by a prediction: the same rows, loss and gradients a step, and the same number of steps. It
+            is done for losses that are sums over tokens, as Trainer and SFTTrainer have them; else nothing changes, and
+            the report says why.
         options: of `tunecompile.optimize`.
     """
 
-    def __init__(self, *, watch: bool = False, **options: Any):
+    def __init__(self, *, watch: bool = False, merge_accumulation: bool = False, **options: Any):
         super().__init__(**options)
-        self.watches = watch
+        self.watches, self.merges = watch, merge_accumulation
+        self.merged: Note | None = None  #: what became of accumulated batches
         self.watcher: Watcher | None = None  #: while training
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
-        """Optimize the model before engines wrap it."""
+        """Optimize the model before engines wrap it, and merge accumulated batches before a loader is made."""
         self._optimize(model)
+        if self.merges and self.models:
+            self._tell(merge_accumulation(self.models[-1]))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Optimize a model that was not there at the beginning."""
         self._optimize(model)
+        if self.merges and self.models:
+            self._tell(self.merged or note("accumulation-kept", detail=note("added-late")))
         if self.watches and model is not None:
             self.watcher = watch(model)
 
@@ -62,7 +74,15 @@ class Callback(Door, TrainerCallback):
             self.models = [known for known in self.models if known is model]  # `model_init` has dropped the others
             self.optimize(model)
 
+    def _tell(self, merged: Note) -> None:
+        """Say in the report of the model that is trained what became of accumulated batches."""
+        self.merged = merged
+        notes = state_of(self.models[-1]).notes
+        if merged not in notes:
+            notes.append(merged)
+            log.info("tunecompile: %s", merged)
+
 
 def from_environment() -> Callback:
     """A callback with the options that `tunecompile run` was given."""
-    return Callback(**(options_of_run() or {}))
+    return Callback(**(options_of_run() or {}), merge_accumulation=merges_in_run())

@@ -38,6 +38,13 @@ def run(
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the gradients of the first step against fp32.")
     ] = False,
+    merge_accumulation: Annotated[
+        bool,
+        typer.Option(
+            "--merge-accumulation",
+            help="Have batches that a Trainer accumulates come as one where they fit, if the step is the same.",
+        ),
+    ] = False,
 ) -> None:
     """Run a training, and optimize what it trains: by a Trainer of transformers, TRL, Lightning, or in a loop.
 
@@ -52,7 +59,7 @@ def run(
             options["verify"] = True
         with tempfile.TemporaryDirectory(prefix="tunecompile-run-") as folder:
             told = Path(folder) / "optimized"
-            code = subprocess.call(arguments(command), env=environment(options, told))
+            code = subprocess.call(arguments(command), env=environment(options, told, merge_accumulation))
             if not told.exists():
                 why = NOT_FOUND if os.environ.get("TUNECOMPILE") != "0" else "TUNECOMPILE=0 is set."
                 text = f"tunecompile run: nothing was optimized: {why}"
@@ -78,8 +85,9 @@ def arguments(command: list[str]) -> list[str]:
     return command
 
 
-def environment(options: dict, told: Path) -> dict[str, str]:
+def environment(options: dict, told: Path, merge_accumulation: bool = False) -> dict[str, str]:
     """The environment of the command: where Python finds what adds the callback, and the options."""
     folder = str(SITE)
     path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, RUN: json.dumps({"options": options, "told": str(told)})}
+    about = {"options": options, "told": str(told)} | ({"merge_accumulation": True} if merge_accumulation else {})
+    return {**os.environ, "PYTHONPATH": path, RUN: json.dumps(about)}
