@@ -44,7 +44,8 @@ def load(spec: dict[str, Any], device: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=dtype, device_map={"": device})
+    place = {"": 0 if device == "cuda" else device}
+    model = AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=dtype, device_map=place)
     model = get_peft_model(model, LoraConfig(**lora, task_type="CAUSAL_LM"))
     if spec["engine"] == "tunecompile":
         import tunecompile

@@ -44,6 +44,7 @@ MODELS: dict[str, tuple[str, int | None]] = {
 SPREAD = 8  #: times the median that a row is long at most
 WARM, OFF = "-warm", "-no-checkpoint"  #: what names of systems end with
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
+READING = 90  #: seconds that packages may take to be read
 #: what a script imports, by engine: read from the disk once before, so that the first process is not slower than others
 IMPORTS = {
     "hf": "import datasets, peft, transformers; from trl import SFTTrainer; from transformers import AutoModelForCausalLM",
@@ -159,7 +160,10 @@ class Runs:
             quantise=self.mode == "qlora",
         )
         for reader in readers:
-            reader.wait()
+            try:
+                reader.wait(READING)
+            except subprocess.TimeoutExpired:
+                reader.kill()
 
     def surroundings(self, name: str) -> dict[str, Any]:
         """Environment and folder of a process, with caches of this name."""
