@@ -8,6 +8,12 @@ NOTES = {
         "{count} accumulated batches of {rows} rows come as one of {merged}: the same rows a step, the same loss. With "
         "rows of {length} tokens its peak is predicted to be {peak}, {budget} are allowed"
     ),
+    "accumulated-apart": NoteKind(
+        "accumulated batches of about {tokens} tokens are small: {count} at once, {total} tokens, would take about "
+        "{percent} % of a step's time and at most {peak} of {room}: {count} times the rows "
+        "(per_device_train_batch_size), gradient_accumulation_steps={steps}",
+        "Train with these settings, or give a Trainer tunecompile.Callback(merge_accumulation=True).",
+    ),
     "accumulation-kept": NoteKind("accumulated batches are not merged: {detail}"),
     "no-memory-plan": NoteKind(
         "no memory plan for {subject}: {detail}",

@@ -20,9 +20,11 @@ from torch import nn
 from tunecompile.notes import KINDS, Note
 from tunecompile.planner.device_memory import Spec, gauge_of
 from tunecompile.runtime import telemetry_files
+from tunecompile.runtime.accumulation import Batch
 from tunecompile.runtime.memory.budget import RuntimePlanner
 
 WINDOW = 20  #: steps over which speed is taken
+KEPT = 80  #: steps whose times are kept
 LINES = 3  #: last lines about the training's health that a monitor shows
 EVERY = 1.0  #: seconds between two looks for a monitor
 
@@ -35,20 +37,21 @@ class Telemetry:
 
     describe: Callable[[], dict]
     steps: int = 0
-    begun: deque[tuple[float, int]] = field(
-        default_factory=lambda: deque(maxlen=WINDOW + 1)
-    )  #: (when, tokens) of the last steps
+    begun: deque[Batch] = field(default_factory=lambda: deque(maxlen=KEPT))  #: the last ones
     findings: deque[str] = field(default_factory=lambda: deque(maxlen=LINES))
     found: Counter[str] = field(default_factory=Counter)  #: lines about the training's health by their codes
     next_look: float = 0.0
     file: Path | None = None
 
-    def beat(self, tokens: int) -> None:
-        """A step of so many tokens begins. Never raises: a figure on a screen is not worth a training run."""
+    def beat(self, tokens: int, begins: bool = True) -> None:
+        """A step of so many tokens begins. Never raises: a figure on a screen is not worth a training run.
+
+        begins: whether there are no gradients yet, to which it adds its own.
+        """
         now = time.perf_counter()
         self.steps += 1
         if self.steps > 1:  # the first one compiles
-            self.begun.append((now, tokens))
+            self.begun.append(Batch(now, tokens, begins))
         if now < self.next_look:
             return
         self.next_look = now + EVERY
@@ -61,16 +64,18 @@ class Telemetry:
         """Milliseconds from one step's beginning to the next one's, optimizer and data included: the median, which
         pauses do not move.
         """
-        times = [begun for begun, _ in self.begun]
-        apart = [after - before for before, after in itertools.pairwise(times)]
+        apart = [after.when - batch.when for batch, after in itertools.pairwise(self._recent())]
         return 1e3 * statistics.median(apart) if apart else None
 
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens per second over the last steps, without the one that has just begun; None before there are two."""
-        if len(self.begun) < 2:
+        if len(recent := self._recent()) < 2:
             return None
-        return sum(tokens for _, tokens in list(self.begun)[:-1]) / (self.begun[-1][0] - self.begun[0][0])
+        return sum(batch.tokens for batch in recent[:-1]) / (recent[-1].when - recent[0].when)
+
+    def _recent(self) -> list[Batch]:
+        return list(self.begun)[-WINDOW - 1 :]
 
     def status(self) -> telemetry_files.Status:
         """All figures now."""
