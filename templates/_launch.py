@@ -76,9 +76,9 @@ def is_aligned(tensor: torch.Tensor, *, to: int) -> bool:
 def row_ranges(rows: int | torch.SymInt, each: int, most: int | None = None) -> int | torch.SymInt:
     """The number of programs that share the rows, for scratch with a part for each: 2 or more where rows are a symbol.
 
-    torch asks of each size whether it is 1 (`check_contiguous_sizes_strides`). A symbol's is not, but ceil(N / each) may
-    be: the answer becomes a guard on N, with one graph for up to `each` rows, and another for more. So there is a second
-    program, which has no rows and leaves zeros.
+    torch asks of each size whether it is 1 (`check_contiguous_sizes_strides`). A symbol's is not, but ceil(N / each)
+    may be: the answer becomes a guard on N, with one graph for up to `each` rows, and another for more. So there is a
+    second program, which has no rows and leaves zeros.
 
     Args:
         rows: their number.
