@@ -77,13 +77,14 @@ def row_ranges(rows: int | torch.SymInt, each: int, most: int | None = None) -> 
     """The number of programs that share the rows, for scratch with a part for each: 2 or more where rows are a symbol.
 
     torch asks of each size whether it is 1 (`check_contiguous_sizes_strides`). A symbol's is not, but ceil(N / each)
-    may be: the answer becomes a guard on N, with one graph for up to `each` rows, and another for more. So there is a
-    second program, which has no rows and leaves zeros.
+    may be: the answer becomes a guard on N, with one graph for up to `each` rows, and another for more. So there is one
+    program more, which has no rows and leaves zeros. (Of a maximum or minimum Inductor asks which it is, and caches the
+    answer with its code.)
 
     Args:
         rows: their number.
         each: rows of a program, or what it takes at a time.
-        most: programs, if those are limited.
+        most: programs, if those are limited; there are so many then where rows are a symbol.
 
     Returns:
         The number of parts, and of programs in the grid.
@@ -91,7 +92,7 @@ def row_ranges(rows: int | torch.SymInt, each: int, most: int | None = None) -> 
     count = (rows + each - 1) // each
     if isinstance(count, int):
         return count if most is None else min(count, most)
-    return torch.sym_max(count if most is None else torch.sym_min(count, most), 2)
+    return count + 1 if most is None else max(most, 2)
 
 
 def next_power_of_2(n: int) -> int:

@@ -21,7 +21,7 @@ def rows(count):
 
 
 @pytest.mark.parametrize(
-    "count, each, most, ranges", [(20, 512, None, 2), (1025, 512, None, 3), (513, 512, 1, 2), (5000, 4, 528, 528)]
+    "count, each, most, ranges", [(20, 512, None, 2), (1025, 512, None, 4), (513, 512, 1, 2), (50, 4, 528, 528)]
 )
 def test_of_a_symbol(count, each, most, ranges):
     x = rows(count)
