@@ -45,7 +45,14 @@ from report_tables import (
     render_speedups,
     shown,
 )
-from report_trainers import render_first_losses, render_generation, render_runs, render_trainers, render_vision
+from report_trainers import (
+    render_evaluation,
+    render_first_losses,
+    render_generation,
+    render_runs,
+    render_trainers,
+    render_vision,
+)
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "pages"
@@ -62,6 +69,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trainers": render_trainers,
     "generation": render_generation,
     "vision": render_vision,
+    "evaluation": render_evaluation,
     "first": render_first_losses,
     "longest": render_longest,
     "batches": render_batches,

@@ -1,4 +1,4 @@
-"""The tables of TRL's trainers, of images and of generation between steps, from the files of `benchmarks/steps/`."""
+"""The tables of TRL's trainers, of images, and of generation and evaluation between steps, from the files of `benchmarks/steps/`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ IMAGES = (
     "peak, GiB",
     "first step, s",
     "tunecompile is faster by",
+)
+EVALUATION = (
+    "model, batch",
+    "system",
+    "evaluation, ms",
+    "its peak, GiB",
+    "training step, ms",
+    "its peak, GiB",
+    "first evaluation, s",
+    "tunecompile evaluates faster by",
 )
 FIRST = (
     "model, batches in turn",
@@ -204,6 +214,38 @@ def _generated(runs: list[dict[str, Any]]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def render_evaluation(folder: Path = RESULTS) -> str:
+    """A section with a row for each file and system, or nothing where nothing was measured."""
+    results = load_all("evaluation-*.json", folder)
+    rows = [row for result in results for row in _evaluated(complete(result))]
+    if not rows:
+        return ""
+    text = (
+        "## Evaluation between steps\n\n"
+        "Batches in eval mode, of which the loss alone is read, after some training steps of that size\n"
+        "(`benchmarks/steps/evaluation.py`).\n\n"
+    )
+    packages = (("torch", "torch"), ("transformers", "transformers"), ("PEFT", "peft"), ("Unsloth", "unsloth"))
+    return text + to_markdown(EVALUATION, rows) + "\n" + measured_on(results, packages)
+
+
+def _evaluated(runs: list[dict[str, Any]]) -> list[list[str]]:
+    ours = next((run for run in runs if run["system"] == "tunecompile"), None)
+    return [
+        [
+            _case(run),
+            shown(run["system"]),
+            f"{run['step_ms']['median']:.0f}",
+            f"{run['peak_gib']:.1f}",
+            f"{run['training']['step_ms']['median']:.0f}",
+            f"{run['training']['peak_gib']:.1f}",
+            f"{run['first_step_s']:.1f}",
+            f"{run['step_ms']['median'] / ours['step_ms']['median']:.2f}x" if ours and run is not ours else "",
+        ]
+        for run in sorted(runs, key=lambda run: run["tokens_per_s"])
+    ]
 
 
 def render_first_losses(folder: Path = RESULTS) -> str:

@@ -198,6 +198,35 @@ def test_phases_of_the_first_step():
     assert sum(found.values()) < 1
 
 
+def test_evaluations_beside_training_steps(tmp_path, monkeypatch, capsys):
+    """Systems see the same batches; a row has the evaluation's figures, and those of the steps before it."""
+    pytest.importorskip("peft")
+    import tunecompile
+    from benchmarks.steps import evaluation
+    from tunecompile.cli.compare import models
+
+    def apply(model, job):
+        return tunecompile.optimize(model, executor="eager") if job.engine == "tunecompile" else model
+
+    def run(given, name, folder, seconds):
+        return evaluation.measure(SimpleNamespace(**{**vars(given), "systems": name, "folder": folder}))
+
+    out = tmp_path / "evaluation-llama.json"
+    monkeypatch.setattr(models, "apply_system", apply)
+    monkeypatch.setattr(evaluation, "run", run)
+    command = ["evaluation.py", "--model", "llama-tiny", "--layers", "2", "--shape", "padded-3x16", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", [*command, "--systems", "hf,tunecompile", "--out", str(out)])
+    assert evaluation.main() == 0
+    hf, ours = json.loads(out.read_text())["runs"]
+    assert ours["losses"] == pytest.approx(hf["losses"], rel=1e-3) and len(ours["losses"]) == 2
+    assert ours["training"]["losses"] == pytest.approx(hf["training"]["losses"], rel=1e-3)
+    assert ours["step_ms"]["median"] > 0 and ours["peak_gib"] > 0 and ours["training"]["peak_gib"] > 0
+    assert "evaluations run compiled, without logits that nobody reads (2 batches)" in capsys.readouterr().out
+    text = report.render_evaluation(tmp_path)
+    assert text.count("| llama-tiny (2 layers), qlora, padded-3x16 |") == 2 and text.count("x |") == 1
+    assert report.render_evaluation(tmp_path / "nothing") == ""
+
+
 @pytest.mark.slow
 def test_first_losses(tmp_path, monkeypatch, capsys):
     """Systems see the same batches, and a row of the background tells when its code was there."""

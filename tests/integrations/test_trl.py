@@ -48,9 +48,11 @@ def test_scores_and_gradients(family):
     assert is_ours(models[0])
     for model in models:
         model.eval()
-    with torch.no_grad():  # an evaluation stays as it was
-        pairs = [model(**padded_left(), fused_lm_head=True).log_probs for model in models]
-    assert torch.equal(*pairs) and is_ours(models[0])
+    with torch.no_grad():
+        pairs = [model(**padded_left(), fused_lm_head=True) for model in models]
+    for key in OUTPUTS:
+        torch.testing.assert_close(*(getattr(each, key) for each in pairs), rtol=2e-5, atol=2e-6)
+    assert is_ours(models[0]) and has(models[0], "evaluation-compiled", count=1)
     tunecompile.restore(models[0])
     base = models[0] if full else models[0].get_base_model()
     assert base.forward.__func__.__globals__["__name__"] == "trl.trainer.utils"

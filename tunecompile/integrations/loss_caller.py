@@ -21,6 +21,9 @@ _LOSSES = (
     "trl.trainer.utils",
     "liger_kernel.",
 )  #: whose forwards that take labels read labelled rows only
+_GENERATION = "transformers.generation"
+_TRAINERS = ("transformers.trainer", "trl.")
+_LOSS_ONLY = "prediction_loss_only"  #: the argument of their `prediction_step`
 _BETWEEN = {
     "torch",
     "transformers",
@@ -50,6 +53,33 @@ def labels_are_given() -> bool:
     return any(
         _takes_labels(frame) is not None and isinstance(frame.f_locals.get("labels"), Tensor) for frame in under_way()
     )
+
+
+def loss_is_wanted() -> bool:
+    """Whether the forward that is under way is one for a loss, as far as its callers show: a module was given labels,
+    or a trainer evaluates. What generates tokens is not.
+    """
+    for frame in under_way():
+        home = _home(frame)
+        if home.startswith(_GENERATION):
+            return False
+        if _takes_labels(frame) is not None and isinstance(frame.f_locals.get("labels"), Tensor):
+            return True
+        if _is_evaluation_step(frame, home):
+            return True
+    return False
+
+
+def logits_are_wanted() -> bool:
+    """Whether a trainer that evaluates hands the logits of the forward that is under way to its user."""
+    steps = (frame for frame in under_way() if _is_evaluation_step(frame, _home(frame)))
+    frame = next(steps, None)
+    return frame is not None and frame.f_locals.get(_LOSS_ONLY) is False
+
+
+def _is_evaluation_step(frame: FrameType, home: str) -> bool:
+    """Whether it is `Trainer.prediction_step`, or a subclass's of TRL."""
+    return frame.f_code.co_name == "prediction_step" and home.startswith(_TRAINERS)
 
 
 def given_beside() -> dict[str, Any]:

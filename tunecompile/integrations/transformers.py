@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 #: what models call the argument that is a cache: `cache` from transformers 5.24 on, which still takes the older names
@@ -66,3 +68,47 @@ def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     if not given:
         return args, kwargs
     return args, {**kwargs, **given, **({"use_cache": False} if "use_cache" in kwargs else {})}
+
+
+def with_late_cache(output: Any, make: Callable[[str], Any]) -> Any:
+    """A model's output, with a cache that is made when somebody reads it, in place of none.
+
+    Args:
+        output: of a call in which layers filled no cache.
+        make: returns the cache that the output has under a name.
+    """
+    if not dataclasses.is_dataclass(output) or isinstance(output, type):
+        return output
+    given = {each.name: getattr(output, each.name) for each in dataclasses.fields(output)}
+    name = next((name for name in _CACHES if name in given), None)
+    if name is None or not (given[name] is None or is_cache(given[name])):
+        return output
+    return type(output)(**{**given, name: _late_cache()(lambda: make(name))})
+
+
+@functools.cache
+def _late_cache() -> type:
+    """The class of caches that are not made yet."""
+
+    class LateCache(sys.modules["transformers"].DynamicCache):
+        """Becomes the cache that a function makes as soon as something of it is read."""
+
+        def __init__(self, make: Callable[[], Any]):
+            self._make = make
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(Tensor, name):  # whoever asks whether it is one
+                raise AttributeError(name)
+            return getattr(self._made(), name)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return self._made().__reduce_ex__(protocol)
+
+        def _made(self) -> Any:
+            made = self._make()
+            self.__class__ = type(made)
+            vars(self).clear()
+            vars(self).update(vars(made))
+            return self
+
+    return LateCache

@@ -67,6 +67,8 @@ NOTES = {
         "before training steps",
         "Call model.train() before training steps.",
     ),
+    "evaluation-compiled": NoteKind("evaluations run compiled, without logits that nobody reads ({count} batches)"),
+    "evaluation-left": NoteKind("an evaluation ran by the model's own code: {detail}"),
     "replicas": NoteKind(
         "nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU",
         "Start the training with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU.",
@@ -112,6 +114,15 @@ REASONS = {
     ),
     "loop-computes-loss": NoteKind("the loop computes the loss"),
     "package-computes-loss": NoteKind("{subject} replaced the model's forward and computes the loss"),
+    # why an evaluation is not compiled
+    "not-verified-yet": NoteKind("verify=True compiles nothing before the first training step is verified"),
+    "cache-in-tuple": NoteKind(
+        "it returns a tuple with a cache", "Pass use_cache=False, or leave out return_dict=False."
+    ),
+    "cache-read-late": NoteKind(
+        "the cache of an evaluation was read when weights had changed: it was made with the new weights",
+        "Read it before optimizer.step(), or pass use_cache=True to the evaluation.",
+    ),
     # why a layer is not recorded
     "weights-of-several-processes": NoteKind(
         "several processes share the layers' weights, which are elsewhere at every call"

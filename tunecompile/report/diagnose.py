@@ -13,7 +13,7 @@ from tunecompile.compiler.plugins import report_lines
 from tunecompile.integrations import private_names
 from tunecompile.notes import Note, note
 from tunecompile.runtime.layers.find_layers import LayerStack, find_layers
-from tunecompile.runtime.layers.region import Region
+from tunecompile.runtime.layers.region import Region, is_of_evaluation
 from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.parts import LossHead
@@ -35,7 +35,7 @@ def note_eval_mode(model: nn.Module, in_eval: bool, regions: Sequence[Region]) -
     """Note that the model may be trained in eval mode: forwards had gradients, none in training mode."""
     if (
         not in_eval
-        or any(region.variants for region in regions)
+        or any(not is_of_evaluation(way) for region in regions for way, _ in region.variants)
         or not any(p.requires_grad for p in model.parameters())
     ):
         return []

@@ -18,6 +18,7 @@ from tunecompile.notes import Note
 from tunecompile.planner.device_memory import Spec
 from tunecompile.runtime.background.waiting import Background
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
+from tunecompile.runtime.evaluation import Evaluation
 from tunecompile.runtime.layers.find_layers import LayerStack
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.layers.region import Region, merge_tallies, pieces_of
@@ -144,6 +145,7 @@ class State(NotCopied):
         self.norms: list[NormSlot] = []  #: outside the layers
         self.heads: list[Head] = []
         self.paddings: list[Unpadding] = []
+        self.evaluations: list[Evaluation] = []  #: one beside each of these
         self.replays = GraphReplays()
         self.kept = WeightCache()
         self.background = None if settings.warmup is None else Background()

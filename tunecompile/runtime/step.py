@@ -56,7 +56,11 @@ class Step:
     """
 
     active: bool = False
-    scoring: bool = False  #: whether it is a forward without gradients of a model in training: of a reference, say
+    scoring: bool = False  #: whether it is a forward without gradients that runs compiled: of a reference, say
+    evaluates: bool = False  #: whether that is an evaluation: a forward in eval mode, for a loss
+    trained: bool = False  #: whether a training step has begun
+    early: bool = False  #: whether an evaluation came before
+    unverified: bool = False  #: whether the first training step is going to be verified
     scores_tokens: bool = False  #: whether the forward under way gives scores of labelled tokens, and no logits
     repeats: bool = False  #: whether the owner's call is made once more, as it was
     makes_cache: bool = False  #: whether the model makes a cache: its masks follow from that

@@ -48,15 +48,18 @@ def test_labels_that_were_looked_at_are_not_read_again():
     assert losses.leaves_padding(logits, (logits, LABELS), {})
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
 @pytest.mark.parametrize("known, pristine, changes", [(False, False, True), (True, True, True), (True, False, False)])
-def test_who_reads_logits_at_padding_gets_those_of_whole_hidden_states(known, pristine, changes):
+def test_who_reads_logits_at_padding_gets_those_of_whole_hidden_states(known, pristine, changes, evaluated):
     """So does whoever reads a view of them, or what they were before: else it would see the head of zeros."""
     whole, asked = torch.ones(2, 3), []
 
     def logits(**others):
-        return SimpleNamespace(hidden="a row", padded=True, real=None, source=None, before=None, **others)
+        own = {"padded": True, "evaluated": evaluated, "real": None, "source": None, "before": None}
+        return SimpleNamespace(hidden="a row", **own, **others)
 
-    head = SimpleNamespace(read=lambda *given: asked.append(given) or whole)
+    name = "read_evaluated" if evaluated else "read"
+    head = SimpleNamespace(**{name: lambda *given: asked.append(given) or whole})
     read = logits(head=head, autocast=torch.bfloat16, pristine=pristine)
     read.source, read.before = logits(), logits()
     read.source.source, read.real = logits(), torch.zeros(1) if known else None

@@ -176,11 +176,11 @@ def test_padding_counts_where_results_are_kept_as_they_are_returned(options):
 def test_a_norm_reads_the_row_of_its_one_argument():
     """What else it is given, or by name, is as it comes: nothing says what it is for."""
     unpadded = SimpleNamespace(row_of=lambda tensor: ("flat", tensor))
-    slot, x = SimpleNamespace(unpadded=unpadded, layer=nn.Identity()), torch.ones(2)
+    slot, x = SimpleNamespace(before=(unpadded, None), layer=nn.Identity(), step=Step()), torch.ones(2)
     assert NormSlot._row(slot, (x,), {}) == ("flat", x)
     for args, kwargs in (((x, x), {}), ((), {"hidden_states": x}), ((x,), {"gate": x}), ((), {})):
         assert NormSlot._row(slot, args, kwargs) is None
-    slot.unpadded = None
+    slot.before = None
     assert NormSlot._row(slot, (x,), {}) is None
 
 

@@ -34,23 +34,33 @@ class Decides:
         return "scored", args, kwargs
 
 
+class Evaluates:
+    """In the place of an evaluation."""
+
+    def call(self, args, kwargs):
+        return "evaluated", args, kwargs
+
+
 X = torch.zeros(1)
 
 
 def test_steps_and_scores_decide():
     made = Decides()
-    slot = OwnerSlot(made)
+    slot = OwnerSlot(made, Evaluates())
     assert slot(X, use_cache=False) == ("trained", (X,), {"use_cache": False})
     with torch.no_grad():
         assert slot(X) == ("scored", (X,), {})
     made.owner.eval()
     assert slot(X) == 1, "its own"
+    with torch.no_grad():
+        made.step.evaluates = True  # the last call did
+        assert slot(X) == ("evaluated", (X,), {}) and not made.step.evaluates
 
 
 @pytest.mark.parametrize("why", ["others_trace", "in_backward"])
 def test_what_others_trace_and_checkpoints_repeat_runs_as_it_is(why, monkeypatch):
     monkeypatch.setattr(owner_slot, why, lambda: True)
-    assert OwnerSlot(Decides())(X) == 1
+    assert OwnerSlot(Decides(), Evaluates())(X) == 1
 
 
 def test_a_step_that_may_run_out_of_memory_can_begin_again():
@@ -61,7 +71,7 @@ def test_a_step_that_may_run_out_of_memory_can_begin_again():
         return run(), run()
 
     made = Decides(types.SimpleNamespace(attempt=attempt))
-    assert OwnerSlot(made)(X) == (("trained", (X,), {}),) * 2 and seen == [True]
+    assert OwnerSlot(made, Evaluates())(X) == (("trained", (X,), {}),) * 2 and seen == [True]
 
 
 def unpadding(**step):

@@ -15,7 +15,7 @@ def same_scores(ours: Callable[[ScoreCall], Scores], theirs: Callable[[ScoreCall
 
     The problem is small, and its numbers are no random ones: a training's random numbers stay as they are.
     """
-    with torch.enable_grad(), torch.autocast(like.hidden.device.type, enabled=False):
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(like.hidden.device.type, enabled=False):
         given, made = zip(*(_differentiated(function, like) for function in (ours, theirs)))
     if [value is None for value in given[0]] != [value is None for value in given[1]]:
         return False

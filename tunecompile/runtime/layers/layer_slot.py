@@ -27,7 +27,7 @@ from tunecompile.runtime.layers.force_grad import Shared, drop_graph, require_gr
 from tunecompile.runtime.layers.masked_graphs import MasksWanted, OtherGraph
 from tunecompile.runtime.layers.met_graph import MetGraph, also_watching, last_met
 from tunecompile.runtime.layers.placed_layer import PlacedLayer
-from tunecompile.runtime.layers.region import CallKind, Region
+from tunecompile.runtime.layers.region import EVALUATION, SCORING, CallKind, Region
 from tunecompile.runtime.layers.unread_weights import are_unread, unread
 from tunecompile.runtime.layers.variant import Variant, unchanged
 from tunecompile.runtime.memory.budget import RuntimePlanner
@@ -62,10 +62,17 @@ class LayerSlot(PlacedLayer):
         self.checkpoint = False  #: whether the user enabled gradient checkpointing
         #: a checkpoint function of the user's, called with the layer and its arguments by position
         self.checkpointed_by: Callable | None = None
-        self.padding: Unpadding | None = None
+        self.paddings: tuple[Unpadding, Unpadding] | None = None  #: of training steps, and of evaluations
         self.variant: Variant | None = None
         self.gives = False  #: whether the call that runs may be given masks
         self.batch = 0  #: the number of its owner's call in which it trained last
+
+    @property
+    def padding(self) -> Unpadding | None:
+        """What decides on padding in the call that runs."""
+        if self.paddings is None:
+            return None
+        return self.paddings[self.step.evaluates and not in_backward()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._run(args, kwargs)
@@ -139,9 +146,8 @@ class LayerSlot(PlacedLayer):
         before = entries_before(args, kwargs)
         running = None if self.padding is None else self.padding.running
         placed = self.placement is not None  # its hooks would run twice
-        self.gives = (
-            self.padding is not None and not placed and self.padding.neutral.may_be_given(running, mode is Mode.SCORE)
-        )
+        may_give = self.padding is not None and not placed and not self.step.evaluates
+        self.gives = may_give and self.padding.neutral.may_be_given(running, mode is Mode.SCORE)
         try:
             output = self._run_as(mode, *in_one_form(running, args, kwargs))
         except MasksWanted as wanted:  # nothing of this layer ran
@@ -183,7 +189,7 @@ class LayerSlot(PlacedLayer):
             # since the
             # one it repeats, so the step's flags say nothing here.
             return Mode.TRAIN if training and gradients else Mode.EAGER
-        if self.step.scoring and training and not gradients:
+        if self.step.scoring and (training or self.step.evaluates) and not gradients:
             return Mode.SCORE
         if not self.step.active and not self.step.entered and training and gradients:
             self.region.bypassed = True
@@ -298,7 +304,8 @@ class LayerSlot(PlacedLayer):
             self.step.images = True
         else:
             other = scores or self.step.images  # than the first lengths: rows are as long as their images are large
-            others = (self.region.sizes.mark_all if other else self.region.sizes.mark)(tensors, sizes, self.place)
+            seen = self.region.evaluated if self.step.evaluates else self.region.sizes
+            others = (seen.mark_all if other else seen.mark)(tensors, sizes, self.place)
         self.hooks = self.inside.hooks
         setting = (
             torch.is_grad_enabled(),
@@ -326,10 +333,11 @@ class LayerSlot(PlacedLayer):
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients, by the code that trains: of another graph some sums are rounded otherwise."""
         with self.switched_off.scaled_by_0() as scaled:
-            plan = self._scores_as(args, kwargs)
+            plan = None if self.step.evaluates else self._scores_as(args, kwargs)
             if plan is None:
                 args, kwargs, _ = self._told(args, kwargs)
-                self.variant = self.region.scoring(self._kind(args, kwargs, scores=True)[0], scaled)
+                way = EVALUATION if self.step.evaluates else SCORING
+                self.variant = self.region.scoring(self._kind(args, kwargs, scores=True)[0], scaled, way)
                 return self._call(args, kwargs)
             with unrecorded(self.region.replays), torch.enable_grad():
                 args, kwargs, forced = self.differentiable(args, kwargs)

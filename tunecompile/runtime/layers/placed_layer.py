@@ -64,6 +64,12 @@ class PlacedLayer:
             self.region.replays = None
         self._look_inside()
 
+    def look_anew(self) -> None:
+        """Once more, where that was done before the first training step."""
+        if self.inside is not None:
+            self.release()
+            self.look_around()
+
     def _look_inside(self) -> None:
         """At its modules, as they are from now on."""
         separate_names(self.layer)

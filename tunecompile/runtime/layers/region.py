@@ -32,7 +32,7 @@ from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.memory.weight_cache import WeightCache
 
 T = TypeVar("T")
-SCORING, REFERENCE = "without_gradient", "without_adapters"  #: in place of a plan
+SCORING, REFERENCE, EVALUATION = "without_gradient", "without_adapters", "evaluation"  #: in place of a plan
 
 
 class CallKind(NamedTuple):
@@ -63,6 +63,7 @@ class Region:
     backends: dict[Plan | str, Backend] = field(default_factory=dict)
     variants: dict[tuple[Plan | str, CallKind], Variant] = field(default_factory=dict)
     sizes: DynamicShapes = field(default_factory=DynamicShapes)
+    evaluated: DynamicShapes = field(default_factory=DynamicShapes)  #: sizes of evaluations, which say nothing of steps
     loops: TokenLoops = field(default_factory=TokenLoops)
     classes: ClassWatch = field(default_factory=ClassWatch)  #: of the modules in its layers
     masked: MaskedGraphs = field(default_factory=MaskedGraphs)
@@ -139,12 +140,13 @@ class Region:
         compiler = None if self.background is None else self.background.compiler
         return Backend(name, self.passes, self.executor, plan, precision=self.precision, background=compiler, **others)
 
-    def scoring(self, kind: CallKind, scaled_by_0: bool = False) -> Variant:
+    def scoring(self, kind: CallKind, scaled_by_0: bool = False, way: str = SCORING) -> Variant:
         """The variant of a forward without gradients: it saves nothing, so it has no plan and is not recorded.
 
         scaled_by_0: whether adapters are. Under one name, Dynamo would trace once more for a scale that has changed.
+        way: `SCORING` or `EVALUATION`, whose modules are in eval mode.
         """
-        way = f"{SCORING}_{REFERENCE}" if scaled_by_0 else SCORING
+        way = f"{way}_{REFERENCE}" if scaled_by_0 else way
         return self._variant(way, kind, f"{self.name}_{way}", lambda name: self._alone(name, KEEP))
 
     def reference(self, plan: Plan, kind: CallKind) -> Variant:
@@ -174,7 +176,9 @@ class Region:
         if self.background is not None:  # Dynamo keeps by name what it has learnt of sizes, also of other models'
             name += "_other_sizes" if kind.others else "_first_sizes"
         made = Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread, waits)
-        made.masked, made.gives = self.masked, kind.gives
+        if not is_of_evaluation(way):  # of which training steps learn nothing
+            made.masked = self.masked
+        made.gives = kind.gives
         return made
 
     def forget(self, variant: Variant) -> None:
@@ -205,6 +209,11 @@ def _suffix(plan: Plan) -> str:
         + ("_keeps_weights" if plan.weights else "")
         + ("_attention" if plan.attention else "")
     )
+
+
+def is_of_evaluation(way: Plan | str | None) -> bool:
+    """Whether what is compiled in a way runs in evaluations."""
+    return isinstance(way, str) and way.startswith(EVALUATION)
 
 
 def _trains(way: Plan | str) -> bool:

@@ -42,6 +42,8 @@ class DeferredValue(Protocol):
     meta: Tensor  #: its shape, strides and dtype
     hidden: Tensor
     trained: bool  #: whether it has a history
+    padded: bool  #: whether the hidden states are zero at padding
+    evaluated: bool  #: whether it is an evaluation's
     head: Any
     line: tuple[GradientProbe, ...]  #: of all that it was recorded from, then its own
 
@@ -317,12 +319,11 @@ def _real(tree: Any) -> Any:
 
 def _tell_of_padding(func: Callable, args: tuple, kwargs: dict) -> None:
     """Tell heads with zeros at padding that their logits are read where nothing shows that padding is left out."""
-    if not torch.is_grad_enabled():
-        return
     for leaf in pytree.tree_leaves((args, kwargs)):
         if (
             isinstance(leaf, LazyTensor)
             and leaf.recipe.padded
+            and (torch.is_grad_enabled() or leaf.recipe.evaluated)
             and not (func in MASKS and MASKS[func](leaf, args, kwargs))
         ):
             leaf.recipe.read_at_padding()

@@ -31,6 +31,8 @@ class FusedForward:
         self.refused: list[Note] = []
         self.known: dict[tuple, bool] = {}  #: whether ours are the same scores, by the options of the call
         self.ours = trl.with_scores(self.before, self.score, self.refuse)
+        #: for evaluations: what a call has shown decides how the next one selects rows, and so in which order it adds
+        self.evaluated = trl.with_scores(self.before, self.score, self.refuse)
         if self.ours is None:
             self.refuse(note("fused-head-without-function"))
         self.method = types.MethodType(_standing(self), model)
@@ -41,7 +43,7 @@ class FusedForward:
             self.refused.append(reason)
 
     def score(self, call: ScoreCall, theirs: Callable[[ScoreCall], Scores]) -> Scores | Note | None:
-        """The scores; or why they are to be TRL's own, or None in an evaluation, which stays as it was."""
+        """The scores; or why they are to be TRL's own, or None where the layers run by the model's own code."""
         if not self.step.active and not self.step.scoring:
             return None
         if reason := _unfit(call):
@@ -70,7 +72,7 @@ def _standing(fused: FusedForward) -> Callable:
             return before(*args, **kwargs)
         fused.step.scores_tokens = True
         try:
-            return fused.ours(*args, **kwargs)
+            return (fused.ours if self.training else fused.evaluated)(*args, **kwargs)
         finally:
             fused.step.scores_tokens = False
 

@@ -66,6 +66,10 @@ class RowReduction:
         return self.origin.padded
 
     @property
+    def evaluated(self) -> bool:
+        return self.origin.evaluated
+
+    @property
     def chain(self) -> Chain:
         return understand(self.origin, self.steps)
 

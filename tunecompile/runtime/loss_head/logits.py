@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import OrderedDict
@@ -64,6 +65,7 @@ class Logits:
     path: tuple[LogitStep, ...] = ()  #: from the first tensor of the memory
     seen: int = 0  #: of the memory's writes, which `steps` have
     real: Tensor | None = None
+    evaluated: bool = False  #: whether they are an evaluation's, whose readers get them exact, at padding, too
     #: to be registered if the logits are computed after all, by the numbers of their handles
     hooks: OrderedDict[int, Callable] = field(default_factory=OrderedDict)
     made_at: int = 0  #: version of the real logits when they were computed
@@ -75,7 +77,9 @@ class Logits:
     def materialize(self) -> Tensor:
         if self.real is not None:
             return self.real
-        with torch.set_grad_enabled(self.trained):
+        # outside of inference mode, whose tensors cannot be kept: somebody may write into logits, and read them again
+        around = contextlib.nullcontext() if self.trained else torch.inference_mode(False)
+        with around, torch.set_grad_enabled(self.trained):
             real = self._make()
             if self.source is None:
                 self._write(real)
@@ -144,6 +148,7 @@ class Logits:
                 self.padded,
                 (*self.steps, step),
                 before=before,
+                evaluated=self.evaluated,
                 **place,
             )
         )
@@ -153,6 +158,11 @@ class Logits:
         self.steps = (*self.steps, step)
         self.memory.writes.append((self.path, step))
         self.seen += 1
+
+    @property
+    def labelled(self) -> Any:
+        """What is known of the share of labelled rows."""
+        return self.head.labelled_evaluated if self.evaluated else self.head.labelled
 
     @property
     def base(self) -> Logits:
@@ -182,7 +192,8 @@ class Logits:
             self.head.refuse(note("logits-used-before-loss"))
 
     def read_at_padding(self) -> None:
-        whole = self.head.read(self.hidden, self.autocast) if self.real is None or self.pristine else None
+        read = self.head.read_evaluated if self.evaluated else self.head.read
+        whole = read(self.hidden, self.autocast) if self.real is None or self.pristine else None
         if whole is None:
             return
         ahead: list[Logits | None] = [self]

@@ -111,14 +111,14 @@ def _computed(recipe: Logits, trained: bool, call: Callable[[], Tensor]) -> Tens
 
 
 def _reduced(recipe, chain, target, ignore_index, reduction, label_smoothing) -> Tensor:
-    rows = recipe.head.labelled.rows(target, ignore_index)
+    rows = recipe.labelled.rows(target, ignore_index)
     hidden, target = (chain.rows, target) if rows is None else (chain.rows[rows], target[rows])
     total = _call(linear_cross_entropy, recipe, chain, hidden, target, ignore_index, label_smoothing)
     return mean_of_labelled(total, target, ignore_index) if reduction == "mean" else total
 
 
 def _rows(recipe, chain, target, ignore_index, label_smoothing) -> Tensor:
-    rows = recipe.head.labelled.rows(target, ignore_index) if ignore_index != NO_LABEL else None
+    rows = recipe.labelled.rows(target, ignore_index) if ignore_index != NO_LABEL else None
     if rows is None:
         return _call(linear_cross_entropy_rows, recipe, chain, chain.rows, target, ignore_index, label_smoothing)
     found = _call(

@@ -66,11 +66,14 @@ class Head:
     #: told when such logits are read where their padding may matter. It takes the hidden states and the autocast dtype
     #: of the head's call, and returns the same ones with what stands at padding; None where they are not known any more
     read: Callable[[Tensor, torch.dtype | None], Tensor | None] = lambda hidden, autocast: None
+    #: the same of an evaluation's logits
+    read_evaluated: Callable[[Tensor, torch.dtype | None], Tensor | None] = lambda hidden, autocast: None
     looked_at: Callable[[], bool] = lambda: (
         True
     )  #: whether the labels of a loss that is computed now are known to leave padding out
     attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
     labelled: Labelled = field(default_factory=Labelled)
+    labelled_evaluated: Labelled = field(default_factory=Labelled)  #: of evaluations, whose labels are others
     gathered: LayerHost | None = None  #: what has its weight gathered while a loss is computed
     scored: weakref.ref | None = None  #: the hidden states of the last loss
     at_once: bool = False  #: whether logits were read when the weights had changed, and are computed at once since
@@ -107,14 +110,14 @@ class Head:
             self.tally.refused.append(reason)
 
 
-def defer(head: Head, hidden: Tensor, product: LinearHead) -> Tensor:
-    """Return the head's output, deferred."""
+def defer(head: Head, hidden: Tensor, product: LinearHead, evaluated: bool = False) -> Tensor:
+    """Return the head's output, deferred; `evaluated`: it is of an evaluation."""
     meta = torch.empty((*hidden.shape[:-1], product.vocabulary), dtype=product.dtype, device="meta")
     trained = torch.is_grad_enabled() and (
         hidden.requires_grad or any(p.requires_grad for p in head.module.parameters())
     )
     product = replace(product, state=product.state_now())
-    return lazily(Logits(head, hidden, product, _autocast(hidden), meta, trained, head.padded()))
+    return lazily(Logits(head, hidden, product, _autocast(hidden), meta, trained, head.padded(), evaluated=evaluated))
 
 
 def _autocast(hidden: Tensor) -> torch.dtype | None:
@@ -140,17 +143,16 @@ class HeadSlot:
             not self.called and torch.is_grad_enabled() and (module.training or self.step.active)
         ):  # not by `generate` between steps
             self.called = True
+            if self.step.early:  # engines take the head when the training begins
+                self.release()
+                self.placed = False
             self._look_around()
-        if self.step.scoring and not torch.is_grad_enabled() and self.head.padded() and isinstance(args[0], Tensor):
-            # logits of a forward without gradients are real, and anybody's
-            whole = self.head.read(args[0], _autocast(args[0]))
-            args = args if whole is None else (whole, *args[1:])
         if self.step.replaced is not None:
             self.head.refuse(note("head-eager", detail=note("function-replaced", self.step.replaced)))
-            return call_original(module, *args, **kwargs)
+            return self._real(*args, **kwargs)
         deferred = self._trains() if torch.is_grad_enabled() else self._scores()
         if not deferred or len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            return call_original(module, *args, **kwargs)
+            return self._real(*args, **kwargs)
         if self.placement is None:
             return self._deferred(*args)
         if self.placement.refused:
@@ -159,6 +161,14 @@ class HeadSlot:
         if self.placement.gathers_for_loss:
             return self._gathered_later(args[0], self.placement)
         return self.placement.call(lambda args, _: self._deferred(*args), args, kwargs)
+
+    def _real(self, *args: Any, **kwargs: Any) -> Any:
+        """The head's own output. Logits of a forward without gradients are anybody's, those at padding, too."""
+        if self.step.scoring and not torch.is_grad_enabled() and self.head.padded() and isinstance(args[0], Tensor):
+            read = self.head.read_evaluated if self.step.evaluates else self.head.read
+            whole = read(args[0], _autocast(args[0]))
+            args = args if whole is None else (whole, *args[1:])
+        return call_original(self.head.module, *args, **kwargs)
 
     def _trains(self) -> bool:
         return self.step.active and not self.head.at_once
@@ -172,9 +182,13 @@ class HeadSlot:
     def _scores(self) -> bool:
         """Whether logits of a reference or an old policy wait for the log-probabilities that are taken of them.
 
-        Nobody knows when: so only where the head stays what it is, a frozen linear without adapters to switch.
+        Nobody knows when: so only where the head stays what it is, a frozen linear without adapters to switch. Those of
+        an evaluation wait for its loss, as a training step's do.
         """
         module = self.head.module
+        if self.step.evaluates:
+            self._look_around()
+            return self.placement is None and not self.head.at_once
         if not self.step.scoring or self.head.padded() or not _is_plain(module) or hooked(module):
             return False
         if any(parameter.requires_grad for parameter in module.parameters()):
@@ -185,6 +199,7 @@ class HeadSlot:
     def release(self) -> None:
         if self.placement is not None:
             self.placement.release()
+            self.placement = None
 
     def _gathered_later(self, hidden: Tensor, placement: LayerHost) -> Tensor:
         """The deferred output, with the weight gathered for the loss, by the head's own hooks, instead of now.
@@ -212,13 +227,13 @@ class HeadSlot:
             product = self._product(hidden)
         except NotLinear as other:
             self.head.refuse(note("head-is", type(self.head.module).__name__, other.reason))
-            return call_original(self.head.module, hidden)
+            return self._real(hidden)
         return self._defer(hidden, product)
 
     def _defer(self, hidden: Tensor, product: LinearHead) -> Tensor:
         for budget in self.step.budgets if self.step.active else ():
             budget.settle()
-        return defer(self.head, hidden, product)
+        return defer(self.head, hidden, product, self.step.evaluates and not torch.is_grad_enabled())
 
     def _product(self, hidden: Tensor) -> LinearHead:
         module = self.head.module

@@ -29,6 +29,7 @@ class FirstStepCheck(Part):
 
     def attach(self, state: State) -> None:
         self.verify = state.settings.verify
+        state.step.unverified = self.verify is not None
         if self.verify is not None and state.stacks:  # a model that is one region asks by itself
             self.handle = state.model.register_forward_pre_hook(VerifyHook(state), with_kwargs=True)
 
@@ -36,7 +37,7 @@ class FirstStepCheck(Part):
         """Before the model's call, if it is a training step and the first one."""
         if self.verify is None or not state.model.training or not torch.is_grad_enabled() or others_trace():
             return
-        verify, self.verify = self.verify, None
+        verify, self.verify, state.step.unverified = self.verify, None, False
         try:
             result = verify(state.model, {**_by_name(state.model, args), **kwargs})
         except Exception as error:  # training goes on as it would have

@@ -19,7 +19,7 @@ from tunecompile.runtime.layers.module_watch import TURNS
 from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.model_state import ModelCall, Part, State
 from tunecompile.runtime.parts.first_step import FirstStepCheck
-from tunecompile.runtime.step import NotCopied
+from tunecompile.runtime.step import NotCopied, Step
 from tunecompile.runtime.unpad.norm_slot import NormSlot
 from tunecompile.runtime.unpad.owner_call import scores
 
@@ -123,15 +123,24 @@ class EntryHook(NotCopied):
         if step.repeats:
             return self._without_cache(module, args, kwargs)
         step.enter(module)
-        step.scoring = scores(module, self.takes_cache, args, kwargs or {})
+        step.scoring = step.evaluates or scores(module, self.takes_cache, args, kwargs or {})
         if step.active or step.scoring:
+            self._begin(step)
             self.state.follow(self.slots)
         if not step.active:
-            for budget in step.budgets if not step.scoring else ():
+            for budget in step.budgets if step.evaluates or not step.scoring else ():
                 budget.pause()
-            return None
+            return self._without_cache(module, args, kwargs) if step.evaluates else None
         self.state.before_step(ModelCall(args, kwargs or {}, self.counts))
         return self._without_cache(module, args, kwargs)
+
+    def _begin(self, step: Step) -> None:
+        """Engines take a model at its first training step: what an evaluation before it saw is looked at anew."""
+        step.early |= step.evaluates and not step.trained
+        if step.active and not step.trained:
+            for slot in (*self.state.slots, *self.state.norms) if step.early else ():
+                slot.look_anew()
+        step.trained |= step.active
 
     def _without_cache(self, module: nn.Module, args: tuple, kwargs: dict | None) -> tuple[tuple, dict] | None:
         """Training needs no cache, and layers take none (`without_cache`).

@@ -36,11 +36,16 @@ class LossHead(Part):
             found = [padding.logits_are_read(hidden, autocast) for padding in state.paddings]
             return next((whole for whole in found if whole is not None), None)
 
+        def evaluated_logits_are_read(hidden: Tensor, autocast: torch.dtype | None) -> Tensor | None:
+            found = (each.logits_are_read(hidden, autocast) for each in state.evaluations)
+            return next((whole for whole in found if whole is not None), None)
+
         head = Head(
             module,
             MatchCount("linear_cross_entropy", found=1),
-            lambda: any(padding.flat for padding in state.paddings),
+            lambda: any(padding.flat for padding in (state.evaluations if state.step.evaluates else state.paddings)),
             logits_are_read,
+            evaluated_logits_are_read,
             lambda: causal_labels()[0] is not None,
             state.step.recovery.attempt if state.step.recovery else state.step.telling,
         )

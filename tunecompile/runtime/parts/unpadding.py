@@ -8,6 +8,7 @@ from torch import nn
 
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.notes import Note, note
+from tunecompile.runtime.evaluation import Evaluation
 from tunecompile.runtime.layers.find_layers import LayerStack
 from tunecompile.runtime.model_state import Part, State
 from tunecompile.runtime.parts.loss_head import unused_heads
@@ -25,18 +26,20 @@ class PaddingRemoval(Part):
                 padding = Unpadding(
                     stack.owner, members_of(stack), state.step, lambda: _head_is_called(state), state.replays
                 )
-                fill(stack.owner, OwnerSlot(padding))
+                evaluation = Evaluation(stack.owner, members_of(stack), state.step)
+                fill(stack.owner, OwnerSlot(padding, evaluation))
                 state.paddings.append(padding)
+                state.evaluations.append(evaluation)
                 for layer in state.slots:
-                    layer.padding = padding if layer.layer in stack.members else layer.padding
+                    layer.paddings = (padding, evaluation) if layer.layer in stack.members else layer.paddings
                 beside = {*stack.owner.children()}
                 for norm in state.norms:
-                    norm.unpadded = padding if norm.layer in beside else norm.unpadded
+                    norm.before = (padding, evaluation) if norm.layer in beside else norm.before
             elif isinstance(slot, OwnerSlot):
-                slot.padding.refused = note("one-owner-several-lists")
+                slot.padding.refused = slot.evaluation.refused = note("one-owner-several-lists")
 
     def notes(self, state: State) -> list[Note]:
-        return [each for padding in state.paddings for each in padding.report()]
+        return [each for padding in (*state.paddings, *state.evaluations) for each in padding.report()]
 
     def detach(self, state: State) -> None:
         for padding in state.paddings:

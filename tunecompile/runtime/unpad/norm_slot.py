@@ -12,7 +12,7 @@ from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import HOOKS, call_original, global_hooks
 from tunecompile.runtime.layers.dynamic_shapes import tensors_in
 from tunecompile.runtime.layers.force_grad import without_graph
-from tunecompile.runtime.layers.layer_slot import LayerSlot
+from tunecompile.runtime.layers.layer_slot import LayerSlot, Mode
 from tunecompile.runtime.layers.region import CallKind
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.masks.recorder import not_recording
@@ -29,7 +29,8 @@ class NormSlot(LayerSlot):
     """
 
     budget = None
-    unpadded: Unpadding | None = None  #: of the layers before it
+    #: of the layers before it, in training steps and in evaluations
+    before: tuple[Unpadding, Unpadding] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         found = self._row(args, kwargs)
@@ -40,10 +41,10 @@ class NormSlot(LayerSlot):
 
     def _row(self, args: tuple, kwargs: dict) -> tuple[FlatBatch, Tensor] | None:
         """The last layer's result before it was padded; None where somebody may look at the norm's arguments."""
-        if self.unpadded is None or is_compiling() or len(args) != 1 or kwargs:
+        if self.before is None or is_compiling() or len(args) != 1 or kwargs:
             return None
         seen = any(getattr(self.layer, name) for name in HOOKS) or any(global_hooks())
-        return None if seen or in_backward() else self.unpadded.row_of(args[0])
+        return None if seen or in_backward() else self.before[self.step.evaluates].row_of(args[0])
 
     def _norm(self, args: tuple, kwargs: dict) -> Any:
         trains = self.step.active and torch.is_grad_enabled()
@@ -55,6 +56,8 @@ class NormSlot(LayerSlot):
         with not_recording():  # a norm of embeddings comes before masks
             if trains:
                 return self._gathered(self.compiled, args, kwargs)
+            if self.step.evaluates:
+                return self._run_as(Mode.SCORE, args, kwargs)
             with torch.enable_grad():  # by the code that trains, whose hidden states come from layers
                 args = (args[0].detach().requires_grad_(), *args[1:])
                 return without_graph(self._gathered(self.compiled, args, kwargs))

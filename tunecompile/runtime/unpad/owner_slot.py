@@ -15,21 +15,26 @@ from tunecompile.runtime.unpad.unpad import Unpadding
 class OwnerSlot:
     """The slot of the owner, which calls of it run."""
 
-    def __init__(self, padding: Unpadding):
-        self.padding = padding
+    def __init__(self, padding: Unpadding, evaluation: Unpadding):
+        self.padding, self.evaluation = padding, evaluation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self.padding.owner
-        if not owner.training or others_trace() or in_backward():  # a checkpoint repeats the owner's call
+        owner, step = self.padding.owner, self.padding.step
+        if others_trace() or in_backward():  # a checkpoint repeats the owner's call
             return call_original(owner, *args, **kwargs)
+        step.evaluates = False
+        if not owner.training:
+            return (
+                call_original(owner, *args, **kwargs) if torch.is_grad_enabled() else self.evaluation.call(args, kwargs)
+            )
         if not torch.is_grad_enabled():
             return self.padding.score(args, kwargs)
-        recovery = self.padding.step.recovery
+        recovery = step.recovery
         if recovery is None:
             output = self.padding.call(args, kwargs)
         else:
             output = recovery.attempt(lambda: self.padding.call(args, kwargs), restarts=True)
-        return _without_cache(output) if self.padding.step.makes_cache else output
+        return _without_cache(output) if step.makes_cache else output
 
 
 def _without_cache(output: Any) -> Any:
