@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+#: of processes that measure: nothing is looked for online, and nothing is sent
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
 ROW = "row: "  #: what a line begins with that is a row
 INCOMPLETE = "incomplete"  #: status of a row that its process goes on with
 LEAST = 20  #: seconds, below which no process is begun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,24 @@ WAYS = {
 TITLES = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
 
 
+def _table(
+    pattern: str,
+    folder: Path,
+    rows_of: Callable[[list[dict[str, Any]]], list[list[str]]],
+    head: Sequence[str],
+    packages: Sequence[tuple[str, str]],
+    text: str = "",
+) -> str:
+    """The rows of all files, below `text`, and where they were measured; nothing where there are none."""
+    results = load_all(pattern, folder)
+    rows = [row for result in results for row in rows_of(complete(result))]
+    return text + to_markdown(head, rows) + "\n" + measured_on(results, packages) if rows else ""
+
+
 def render_trainers(folder: Path = RESULTS) -> str:
     """A row for each trainer and system; ratios are only taken inside one file."""
-    results = load_all("trainers-*.json", folder)
-    rows = [row for result in results for row in _rows(complete(result))]
     packages = (("torch", "torch"), ("transformers", "transformers"), ("TRL", "trl"), ("Unsloth", "unsloth"))
-    return to_markdown(HEAD, rows) + "\n" + measured_on(results, packages) if rows else ""
+    return _table("trainers-*.json", folder, _rows, HEAD, packages)
 
 
 def _rows(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -105,10 +118,6 @@ def _case(run: dict[str, Any]) -> str:
 
 def render_runs(folder: Path = RESULTS) -> str:
     """A section with a row for each run of a system, or nothing where nothing was measured."""
-    results = load_all("run-*.json", folder)
-    rows = [row for result in results for row in _whole_runs(complete(result))]
-    if not rows:
-        return ""
     text = (
         "## Whole runs\n\n"
         "From the start of the process to the saved adapter: SFTTrainer with TRL's defaults on rows of log-normal\n"
@@ -118,7 +127,7 @@ def render_runs(folder: Path = RESULTS) -> str:
         "captured, at which step.\n\n"
     )
     packages = (("torch", "torch"), ("transformers", "transformers"), ("TRL", "trl"), ("Unsloth", "unsloth"))
-    return text + to_markdown(RUNS, rows) + "\n" + measured_on(results, packages)
+    return _table("run-*.json", folder, _whole_runs, RUNS, packages, text)
 
 
 def _whole_runs(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -147,10 +156,6 @@ def _whole_runs(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 def render_vision(folder: Path = RESULTS) -> str:
     """A section with a row for each file and system, or nothing where nothing was measured."""
-    results = load_all("vision-*.json", folder)
-    rows = [row for result in results for row in _with_images(complete(result))]
-    if not rows:
-        return ""
     text = (
         "## Images beside text\n\n"
         "Training steps with an image in each row, whose sizes change from batch to batch\n"
@@ -158,7 +163,7 @@ def render_vision(folder: Path = RESULTS) -> str:
         "late: graphs that were compiled after the second step. Tokens are those of text and images.\n\n"
     )
     packages = (("torch", "torch"), ("transformers", "transformers"), ("PEFT", "peft"), ("Unsloth", "unsloth"))
-    return text + to_markdown(IMAGES, rows) + "\n" + measured_on(results, packages)
+    return _table("vision-*.json", folder, _with_images, IMAGES, packages, text)
 
 
 def _with_images(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -190,10 +195,8 @@ def _steps(run: dict[str, Any]) -> str:
 
 def render_generation(folder: Path = RESULTS) -> str:
     """A row for each cache, before and after the adapters changed: a plain model and an optimized one."""
-    results = load_all("generation-*.json", folder)
-    rows = [row for result in results for row in _generated(complete(result))]
     packages = (("torch", "torch"), ("transformers", "transformers"))
-    return to_markdown(GENERATION, rows) + "\n" + measured_on(results, packages) if rows else ""
+    return _table("generation-*.json", folder, _generated, GENERATION, packages)
 
 
 def _generated(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -218,17 +221,13 @@ def _generated(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 def render_evaluation(folder: Path = RESULTS) -> str:
     """A section with a row for each file and system, or nothing where nothing was measured."""
-    results = load_all("evaluation-*.json", folder)
-    rows = [row for result in results for row in _evaluated(complete(result))]
-    if not rows:
-        return ""
     text = (
         "## Evaluation between steps\n\n"
         "Batches in eval mode, of which the loss alone is read, after some training steps of that size\n"
         "(`benchmarks/steps/evaluation.py`).\n\n"
     )
     packages = (("torch", "torch"), ("transformers", "transformers"), ("PEFT", "peft"), ("Unsloth", "unsloth"))
-    return text + to_markdown(EVALUATION, rows) + "\n" + measured_on(results, packages)
+    return _table("evaluation-*.json", folder, _evaluated, EVALUATION, packages, text)
 
 
 def _evaluated(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -250,10 +249,8 @@ def _evaluated(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 def render_first_losses(folder: Path = RESULTS) -> str:
     """A row for each run of a model: eager, compiled, and in the background."""
-    results = load_all("first-loss-*.json", folder)
-    rows = [_first(run) for result in results for run in complete(result)]
     packages = (("torch", "torch"), ("transformers", "transformers"))
-    return to_markdown(FIRST, rows) + "\n" + measured_on(results, packages) if rows else ""
+    return _table("first-loss-*.json", folder, lambda runs: [_first(run) for run in runs], FIRST, packages)
 
 
 def _first(run: dict[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import print_row, row_apart, run_apart
+from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart
 from tunecompile.cli.compare.spec import Job, parse_shape, system
 
 
@@ -82,7 +82,7 @@ def run(given: argparse.Namespace, name: str, folder: str, seconds: float) -> di
 
 def main() -> int:
     given = parse_arguments()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
+    os.environ |= ENVIRONMENT
     if given.folder:
         print_row(measure(given))
         return 0

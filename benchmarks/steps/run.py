@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # runs without an installation, too
 
-from benchmarks._results import INCOMPLETE, row_apart, run_apart
+from benchmarks._results import ENVIRONMENT, INCOMPLETE, row_apart, run_apart
 from benchmarks._rows import draw_lengths, draw_tokens
 
 #: model -> (how it is trained, how many of its layers, where not all)
@@ -203,7 +203,7 @@ def tell(row: dict[str, Any]) -> str:
 
 def main() -> int:
     given = parse_arguments()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
+    os.environ |= ENVIRONMENT
     with tempfile.TemporaryDirectory(prefix="tunecompile-runs-") as scratch:
         runs = Runs(given, Path(scratch))
         return run_apart(given, runs.cases(), runs.save, runs.run, tell)

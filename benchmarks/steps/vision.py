@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import print_row, row_apart, run_apart
+from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart
 from tunecompile.cli.compare.spec import Job, system
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def tell(row: dict[str, Any]) -> str:
 
 def main() -> int:
     given = parse_arguments()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
+    os.environ |= ENVIRONMENT
     if given.folder:
         print_row(measure(given))
         return 0

@@ -1,37 +1,35 @@
-"""transformers' Trainer: whether batches that it accumulates may come as one batch, and how.
+"""transformers' Trainer: how large its batches may be; whether those that it accumulates may come as one, and how.
 
-They may where the loss of a step is a sum over its tokens, divided by their number in all of the step's batches, as
-Trainer and SFTTrainer have it: then a sum over one batch of the same rows is the same sum. Means of each batch
-(preferences, rewards, losses of the user's) are not.
+Accumulated batches may come as one where the loss of a step is a sum over its tokens, divided by their number in all of
+the step's batches, as Trainer and SFTTrainer have it: then a sum over one batch of the same rows is the same sum. Means
+of each batch (preferences, rewards, losses of the user's) are not.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
+from tunecompile._torch.dynamo import under_way
 from tunecompile.notes import Note, note
 
-__all__ = ["calling_trainer", "longest_row", "merge_batches", "why_kept"]
+__all__ = ["calling_trainer", "largest_batch", "longest_row", "merge_batches", "why_kept"]
 
 #: methods that decide which rows a step has, and what its loss is; and the modules whose ones are known
 _METHODS = ("compute_loss", "get_batch_samples", "get_train_dataloader", "training_step")
 _KNOWN = ("transformers.trainer", "trl.trainer.base_trainer", "trl.trainer.sft_trainer")
 _SAMPLING = ("random", "sequential", "group_by_length")  #: groups are as large as a step, whatever its batches are
 _BY_LENGTH = ("dynamic", "longrope")  #: rotary embeddings that the longest row of a batch decides
+_ROWS = "per_device_train_batch_size"
+_LENGTHS = (("max_length",), ("max_seq_length",), ("max_prompt_length", "max_completion_length"))
 _SCANNED = 100_000  #: rows of a dataset that are looked at for the longest one
 
 
 def calling_trainer() -> Any:
     """The Trainer whose callback runs, or None. It hands itself to none, so it is looked for among the callers."""
     kind = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    frame = inspect.currentframe()
-    while kind is not None and frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), kind):
-            return found
-        frame = frame.f_back
-    return None
+    callers = (frame.f_locals.get("self") for frame in under_way())
+    return None if kind is None else next((each for each in callers if isinstance(each, kind)), None)
 
 
 def why_kept(trainer: Any) -> Note | None:
@@ -102,3 +100,27 @@ def merge_batches(trainer: Any, count: int) -> None:
     args.per_device_train_batch_size *= count
     args.gradient_accumulation_steps //= count
     trainer._train_batch_size = args.train_batch_size
+
+
+def largest_batch(rows: int) -> int:
+    """Tokens of the largest batch that the trainer under way may bring; 0 where no trainer is, or has no such limit.
+
+    Args:
+        rows: of the batch that it brings now. (A preference trainer's batch has two for each of its examples.)
+    """
+    for frame in under_way():
+        settings = getattr(frame.f_locals.get("self"), "args", None)
+        if _count(settings, _ROWS):
+            return max(rows, _count(settings, _ROWS)) * _longest(settings)
+    return 0
+
+
+def _longest(settings: Any) -> int:
+    """Tokens of a row at most; 0 where the settings do not say."""
+    lengths = (sum(_count(settings, name) for name in names) for names in _LENGTHS)
+    return next(filter(None, lengths), 0)
+
+
+def _count(settings: Any, name: str) -> int:
+    value = getattr(settings, name, None)
+    return value if isinstance(value, int) else 0

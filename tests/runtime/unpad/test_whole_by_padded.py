@@ -30,6 +30,14 @@ def shapes(monkeypatch):
     return Shapes.of(monkeypatch)
 
 
+def both_ways():
+    """A model whose attention sees all tokens where it has no mask."""
+    model = zoo.make("llama")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    return model
+
+
 def follow(ours, plain, batches, **limits) -> None:
     for batch in batches:
         assert_close(zoo.step(ours, dict(batch)), zoo.step(plain, dict(batch)), **limits)
@@ -64,13 +72,6 @@ def test_one_graph_serves_all_batches_where_padded_ones_come_first(shapes, famil
 @pytest.mark.slow
 def test_traced_calls_of_layers_that_see_both_ways(shapes):
     """Padded batches are causal here, and rows without padding are not: these come as they are."""
-
-    def both_ways():
-        model = zoo.make("llama")
-        for layer in model.model.layers:
-            layer.self_attn.is_causal = False
-        return model
-
     ours, plain = pair(both_ways)
     follow(ours, plain, [padded(), padded(3, 24), whole(20), whole(24)])
     assert shapes.last(2) == [(2, 20, 64), (2, 24, 64)]
@@ -103,13 +104,6 @@ def test_many_get_a_graph_of_their_own(shapes, monkeypatch):
 @pytest.mark.slow
 def test_layers_whose_attention_is_not_known_to_be_causal(shapes):
     """It would see no further than it stands, in place of all tokens."""
-
-    def both_ways():
-        model = zoo.make("llama")
-        for layer in model.model.layers:
-            layer.self_attn.is_causal = False
-        return model
-
     ours, plain = pair(both_ways)
     follow(ours, plain, [whole(20), padded(), whole(24)])
     assert shapes.last(1) == [(2, 24, 64)] and not has(ours, "whole-by-padded")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tunecompile._torch.cuda import grow_segments
-from tunecompile.integrations.largest_batch import largest_batch
+from tunecompile.integrations.trainer_batches import largest_batch
 from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import shown
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, tensors_in

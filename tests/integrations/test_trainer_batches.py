@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from tunecompile.integrations.largest_batch import largest_batch
+from tunecompile.integrations.trainer_batches import largest_batch
 
 
 class Trainer:
