@@ -23,6 +23,7 @@ _LOSSES = (
 )  #: whose forwards that take labels read labelled rows only
 _GENERATION = "transformers.generation"
 _TRAINERS = ("transformers.trainer", "trl.")
+_ROUTER_LOSS = "load_balancing_loss_func"  #: of each mixture of transformers
 _LOSS_ONLY = "prediction_loss_only"  #: the argument of their `prediction_step`
 _BETWEEN = {
     "torch",
@@ -75,6 +76,32 @@ def logits_are_wanted() -> bool:
     steps = (frame for frame in under_way() if _is_evaluation_step(frame, _home(frame)))
     frame = next(steps, None)
     return frame is not None and frame.f_locals.get(_LOSS_ONLY) is False
+
+
+def router_logits_are_masked() -> bool:
+    """Whether nobody reads router logits of padding in the forward that is under way: it has them for a loss under its
+    mask, and is called in a step of a trainer's, which takes the loss alone.
+    """
+    frames = under_way()
+    forward = next((frame for frame in frames if _takes_labels(frame) is not None), None)
+    if forward is None or not _masks_routers(forward):
+        return False
+    for frame in frames:
+        home = _home(frame)
+        if frame.f_code.co_name == "training_step" and home.startswith(_TRAINERS):
+            return True
+        if home.partition(".")[0] not in _BETWEEN | {"trl"}:
+            return False
+    return False
+
+
+def _masks_routers(frame: FrameType) -> bool:
+    """Whether a forward calls a router's loss that takes the mask of padding. (All that can, give it.)"""
+    code = frame.f_code
+    if _ROUTER_LOSS in code.co_varnames and _home(frame).startswith("trl."):  # which has Mixtral's, for all
+        return True
+    loss = frame.f_globals.get(_ROUTER_LOSS) if _ROUTER_LOSS in code.co_names else None
+    return loss is not None and "attention_mask" in inspect.signature(loss).parameters
 
 
 def _is_evaluation_step(frame: FrameType, home: str) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HOME", "Capture", "collecting", "collects_attention", "give_back", "replace"]
+__all__ = ["HOME", "Capture", "collecting", "collects_attention", "give_back", "replace", "taken_back"]
 
 HOME = "transformers.utils.output_capturing"  #: where its hooks come from
 _HIDDEN = "hidden_states"  #: its hook takes the first layer's input, too, and is left to itself
@@ -48,30 +48,57 @@ def collects_attention(owner: nn.Module | None) -> bool:
 
 
 @contextlib.contextmanager
-def collecting(hooks: Iterable[dict[int, Any]], repeats: bool) -> Iterator[None]:
+def collecting(
+    hooks: Iterable[dict[int, Any]], repeats: bool, leave: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[int]:
     """Around one call of a layer, compiled: what its hooks find goes where transformers collects.
 
     Args:
         hooks: dictionaries of the hooks inside the layer.
         repeats: whether the call repeats one of a forward: it computes the same outputs again, which are dropped.
+        leave: makes outputs for the batch of those that a layer on a row of documents has; None where it runs on the
+            batch.
+
+    Yields:
+        How many hooks are asked.
     """
     captures = replace(hooks)
     if not captures:
-        yield
+        yield 0
         return
-    active = captures[0].hook.__globals__["_active_collector"].get()
+    active = _collector(captures)
     for capture in captures:
         if not repeats:
             capture.wanted = active is not None and capture.key in active
         capture.found.clear()
     try:
-        yield
+        yield sum(capture.wanted for capture in captures)
         for capture in captures if active is not None and not repeats else ():
             if capture.wanted:
-                active[capture.key].extend(capture.found)
+                active[capture.key].extend(capture.found if leave is None else map(leave, capture.found))
     finally:
         for capture in captures:
             capture.found.clear()
+
+
+@contextlib.contextmanager
+def taken_back(hooks: Iterable[dict[int, Any]], *refused: type[BaseException]) -> Iterator[None]:
+    """Around one call of a layer, after which it may have to run again: where it is refused, what transformers
+    collected inside is dropped.
+    """
+    active = _collector(replace(hooks))
+    before = {key: len(values) for key, values in active.items()} if active else {}
+    try:
+        yield
+    except refused:
+        for key, count in before.items():
+            del active[key][count:]
+        raise
+
+
+def _collector(captures: list[Capture]) -> dict[str, list] | None:
+    """Where transformers collects outputs in the call that is under way."""
+    return captures[0].hook.__globals__["_active_collector"].get() if captures else None
 
 
 def replace(hooks: Iterable[dict[int, Any]]) -> list[Capture]:

@@ -149,7 +149,7 @@ def test_settings_that_keep_the_padding(monkeypatch):
 
     assert code() is None and code(_attn_implementation="eager") is None
     assert code(_attn_implementation="flex_attention") == "other-attention"
-    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+    for name in ("output_hidden_states", "output_attentions"):
         assert code(**{name: True}) == "output-required" and code(**{name: False}) is None
     monkeypatch.setattr(deciding, "in_checkpoint", lambda: True)
     assert code() == "checkpoint-around-layers"

@@ -75,12 +75,13 @@ def not_by_documents(call: AttentionArguments) -> Note | None:
     return None
 
 
-def why_not_token_wise(gm: GraphModule, unread: bool = False) -> Note | None:
+def why_not_token_wise(gm: GraphModule, unread: bool = False, collected: int = 0) -> Note | None:
     """Why a layer's graph, as Dynamo made it for a row of documents [1, N, ...], may mix tokens; None where it cannot.
 
     Args:
         gm: with N as a symbol. It is not changed.
         unread: whether attention weights among its results are not read.
+        collected: how many of its results are values of modules inside, [N, ...] or [1, N, ...], that the caller takes.
     """
     try:
         tokens = _number_of_tokens(gm)
@@ -89,7 +90,7 @@ def why_not_token_wise(gm: GraphModule, unread: bool = False) -> Note | None:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             inputs = _inputs(gm, tokens)
             with _LeavesTokensApart() as mode:
-                _Reader(gm, mode, unread).run(*inputs)
+                _Reader(gm, mode, unread, collected).run(*inputs)
     except NotTokenWise as found:
         return found.reason
     except Exception as error:  # an operation that fake tensors refuse, say
@@ -127,9 +128,10 @@ def _inputs(gm: GraphModule, tokens: Any) -> list[Any]:
 class _Reader(Interpreter):
     """Runs a graph; attention under a document mask is taken for what it is."""
 
-    def __init__(self, gm: GraphModule, mode: _LeavesTokensApart, unread: bool):
+    def __init__(self, gm: GraphModule, mode: _LeavesTokensApart, unread: bool, collected: int):
         super().__init__(gm, garbage_collect_values=False)  # what attention reads may be last read in the midst of it
         self.mode, self.attention, self.of_images = mode, attention_calls(gm.graph, unread), is_told_of_images(gm)
+        self.collected = collected
         self.skipped = {node for call in self.attention.values() for node in call.inside}
 
     def run_node(self, n: Node) -> Any:
@@ -165,15 +167,15 @@ class _Reader(Interpreter):
 
     def _look_at_outputs(self, node: Node) -> None:
         """One row of tokens is the layer's result. Another one may be kept in an attribute, say, and its mean over a
-        batch counts padding.
+        batch counts padding. Beside it are what modules inside are asked for.
         """
         rows = 0
         for made in (self.env[each] for each in node.all_input_nodes):
             tokens = tokens_of(made) if isinstance(made, Tensor) else []
             heads = tokens == [2] and _has_heads(made) and not has_rows_behind(made)
             rows += bool(tokens) and not heads
-            is_row = (tokens == [1] and made.shape[0] == 1) or (tokens == [0] and self.of_images)
-            if rows > 1 or (tokens and not heads and not is_row):
+            is_row = (tokens == [1] and made.shape[0] == 1) or (tokens == [0] and (self.of_images or self.collected))
+            if rows > 1 + self.collected or (tokens and not heads and not is_row):
                 raise NotTokenWise(note("output-holds-more"))
 
 

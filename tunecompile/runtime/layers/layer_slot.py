@@ -66,6 +66,7 @@ class LayerSlot(PlacedLayer):
         self.variant: Variant | None = None
         self.gives = False  #: whether the call that runs may be given masks
         self.batch = 0  #: the number of its owner's call in which it trained last
+        self.flat: FlatBatch | None = None  #: the row that the call under way runs on
 
     @property
     def padding(self) -> Unpadding | None:
@@ -105,17 +106,27 @@ class LayerSlot(PlacedLayer):
         if (row := RowCall.of(flat, mask, args, kwargs, keep)) is None:
             return self._padded(note("argument-given", "one without tokens"), flat, mode, args, kwargs)
         try:
-            output = self._run_as(mode, row.args, row.kwargs)
-            self.padding.layer_ran()
-            self.padding.rounding.ran(self.layer, flat, args, kwargs, last_met())
-            row.hand_on(last_met(), self.padding.running)
-            kept = self.inside.kept() if self.padding.is_new(last_met()) and self.inside is not None else None
-            if kept is not None and row.is_kept(kept, output, self.padding.stale):
-                raise NotTokenWise(note("output-holds-more"))
+            with output_capturing.taken_back(self.inside.hooks, NotTokenWise):
+                output = self._run_on(row, mode, args, kwargs)
         except NotTokenWise as refused:
             self._forget_variant(flat)
             return self._padded(refused.reason, flat, mode, args, kwargs)
         return flat.leave(output, keep)
+
+    def _run_on(self, row: RowCall, mode: Mode, args: tuple, kwargs: dict) -> Any:
+        """The layer's output for a row; `NotTokenWise` where it cannot run on one. args, kwargs: for the batch."""
+        self.flat = row.flat
+        try:
+            output = self._run_as(mode, row.args, row.kwargs)
+        finally:
+            self.flat = None
+        self.padding.layer_ran()
+        self.padding.rounding.ran(self.layer, row.flat, args, kwargs, last_met())
+        row.hand_on(last_met(), self.padding.running)
+        kept = self.inside.kept() if self.padding.is_new(last_met()) and self.inside is not None else None
+        if kept is not None and row.is_kept(kept, output, self.padding.stale):
+            raise NotTokenWise(note("output-holds-more"))
+        return output
 
     def _padded(self, reason: Note, flat: FlatBatch, mode: Mode, args: tuple, kwargs: dict) -> Any:
         """The call as it comes, where the layer cannot run on a row of documents.
@@ -135,7 +146,7 @@ class LayerSlot(PlacedLayer):
 
     def traced(self, args: tuple, kwargs: dict) -> MetGraph | None:
         """The graph that a call would run, if Dynamo makes one of it."""
-        if self.placement is not None or self.hooked():
+        if self.placement is not None or any(kind is not output_capturing.Capture for kind in self.hooked()):
             return None
         return self.region.tracer.graph_of(self.layer, args, kwargs)
 
@@ -370,8 +381,9 @@ class LayerSlot(PlacedLayer):
     def _call(self, args: tuple, kwargs: dict, shared: Shared | None = None, made: Variant | None = None) -> Any:
         self.variant = made or self.variant
         self.variant.batch = self.step.batches
-        captured = output_capturing.collecting(self.hooks, in_backward())
-        with context_parallel.outside(self.padding), captured:
+        leave = None if self.flat is None else self.flat.leave_inside
+        captured = output_capturing.collecting(self.hooks, in_backward(), leave)
+        with context_parallel.outside(self.padding), captured as self.variant.collects:
             output = self.variant.call(self.layer, *args, **kwargs)
         if shared is not None:
             shared.hand_back()

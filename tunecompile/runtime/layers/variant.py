@@ -123,6 +123,7 @@ class Variant:
         self.ran = False  #: whether any compiled graph ran in it, which may be another variant's
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
         self.effort, self.histories = effort, defaultdict(History)  #: by the number of the function
+        self.collects = 0  #: how many values of modules inside the call that runs has collected
         self.batch = 0  #: the number of the batch that runs
         self.recompiles: list[str] = []
         self.contexts: list[Context] = []
@@ -192,7 +193,7 @@ class Variant:
         if self.flat:
             specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
         if self.flat or is_told_of_images(gm):
-            mixes = note("has-graph-breaks") if self.breaks else why_not_token_wise(gm, self.unread)
+            mixes = note("has-graph-breaks") if self.breaks else why_not_token_wise(gm, self.unread, self.collects)
         if self.flat and mixes is not None:
             raise NotTokenWise(mixes)
         gm.meta[WEIGHTS_UNREAD] = self.unread and not self.breaks  # which the next piece may read

@@ -98,7 +98,7 @@ def refused_now(owner: nn.Module) -> Note | None:
     config = getattr(owner, "config", None)
     if (name := getattr(config, "_attn_implementation", "sdpa")) not in ("sdpa", "eager", NAME):
         return note("other-attention", str(name))
-    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+    for name in ("output_hidden_states", "output_attentions"):
         if getattr(config, name, False):
             return note("output-required", name)
     if context_parallel.is_shared():

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile._torch.cuda import where_set
-from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, OFFSETS
+from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, OFFSETS, NotTokenWise
+from tunecompile.notes import note
 from tunecompile.ops import document_mask
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, Documents
 from tunecompile.runtime.unpad.masks.given import hidden_in
@@ -140,6 +141,10 @@ class FlatBatch:
         size = (len(self.index),) if self.lone else (1, len(self.index))
         return isinstance(value, Tensor) and value.shape[: len(size)] == size
 
+    def is_inside(self, value: Any) -> bool:
+        """Whether it may be what a module inside a layer made of each of the row's tokens."""
+        return isinstance(value, Tensor) and value.shape[:1] == (len(self.index),)
+
     @property
     def drops(self) -> bool:
         """Whether hidden states at padding are not computed."""
@@ -199,6 +204,18 @@ class FlatBatch:
         if isinstance(output, dict):
             return type(output)(**{name: self.leave(item, False) for name, item in output.items()})
         return output
+
+    def leave_inside(self, value: Tensor) -> Tensor:
+        """For the batch, what a module inside a layer makes of each token: [1, N, ...], or [N, ...] as [B * T, ...].
+
+        Raises:
+            NotTokenWise: it has no dimension of tokens.
+        """
+        if self.is_row(value):
+            return self.unflatten(value)
+        if not self.is_inside(value):
+            raise NotTokenWise(note("output-holds-more"))
+        return self.unflatten(value.unsqueeze(0)).flatten(0, 1)
 
     def _ones(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self.rows.ones:

@@ -140,7 +140,7 @@ class RowCall:
             stale: gets what this call made of that. The layer is going to run again, with its padding, and `take_back`
                 what is still there then.
         """
-        inside = {id(value) for value in values if self.flat.is_row(value)}
+        inside = {id(value) for value in values if self.flat.is_row(value) or self.flat.is_inside(value)}
         several = isinstance(output, (tuple, list, dict))
         parts = (output,) if not several else [*output.values()] if isinstance(output, dict) else [*output]
         given = (*self.args, *self.kwargs.values())

@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tunecompile._torch.distributed import several
 from tunecompile._torch.modules import HOOKS, global_hooks, is_of
 from tunecompile.integrations.fsdp import gathers_inside
-from tunecompile.integrations.loss_caller import home_of
+from tunecompile.integrations.loss_caller import home_of, router_logits_are_masked
 from tunecompile.integrations.transformers import gives_cache
 from tunecompile.notes import Note, note
 from tunecompile.runtime.layers.module_watch import ModuleSnapshot
@@ -115,10 +115,26 @@ def _is_known(forward: Callable) -> bool:
 
 def arguments(given: dict[str, Any]) -> Note | None:
     """What the owner's forward is given."""
-    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+    for name in ("output_hidden_states", "output_attentions"):
         if given.get(name):
             return note("output-required", name)
     return note("cache-used") if given.get("use_cache") or gives_cache(given) else None
+
+
+def router_logits(owner: nn.Module, given: dict[str, Any]) -> Note | None:
+    """Whether somebody may read router logits of padding, which are zero there.
+
+    Args:
+        owner: of the layers.
+        given: what its forward is given, by name.
+    """
+    name = "output_router_logits"
+    wanted = given.get(name)
+    if not (getattr(getattr(owner, "config", None), name, False) if wanted is None else wanted):
+        return None
+    mask = given.get("attention_mask")
+    masked = isinstance(mask, Tensor) and mask.dim() == 2 and router_logits_are_masked()
+    return None if masked else note("output-required", name)
 
 
 def gathers(owner: nn.Module) -> bool:

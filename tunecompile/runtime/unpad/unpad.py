@@ -293,6 +293,7 @@ class Unpadding:
             call.presumed.append(presumed[1])
         else:
             refused = call.keeps_padding or self._why_others_read_padding()
+            refused = refused or refusals.router_logits(self.owner, call.given)
             decision = decide(mask, windows_of(layer), self.watch, refused)
             self.presumptions.learn(layer, decision)
         if decision.flat is not None and decision.flat.same_as(call.by_rows):  # layers may read each other's results
