@@ -50,3 +50,33 @@ def test_small_masks_are_watched_where_attention_is_written_out(written_out, cud
 def test_one_number_for_a_gpu_is_filled_in(args, kwargs, expected):
     """`full` takes no other arguments, and would drop a gradient."""
     assert recording._is_number_for_gpu(args, kwargs) is expected
+
+
+ONES = torch.ones(2, 6, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda mask: mask.bool().all(),
+        lambda mask: torch.all(mask == 1),
+        lambda mask: mask[:, -6:].to(torch.bool).sum() == mask.numel(),
+    ],
+)
+def test_a_mask_of_ones_is_taken_for_one_with_padding(asks):
+    recorder = recording.recorder_for([ONES], padding=ONES)
+    recorder.begin()
+    assert not asks(ONES) and asks(torch.ones(2, 6, dtype=torch.long))
+    recorder.end()
+    assert asks(ONES)
+
+
+def test_other_questions_are_answered():
+    recorder = recording.recorder_for([ONES], padding=ONES)
+    recorder.begin()
+    try:
+        counts, one = ONES.sum(-1), ONES[:, :1].all()
+        assert counts.tolist() == [6, 6] and one and ONES.all(-1).all() and ONES.sum() == torch.tensor(12)
+        assert not (ONES.sum() == 11) and (ONES.float().mean() == 1)
+    finally:
+        recorder.end()

@@ -25,7 +25,7 @@ from tunecompile.runtime.cuda_graphs.replay import unrecorded
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, mark_flat, mark_patches, tensors_in
 from tunecompile.runtime.layers.force_grad import Shared, drop_graph, require_grad, without_graph, without_view
 from tunecompile.runtime.layers.masked_graphs import MasksWanted, OtherGraph
-from tunecompile.runtime.layers.met_graph import MetGraph, also_watching, last_met
+from tunecompile.runtime.layers.met_graph import also_watching, last_met
 from tunecompile.runtime.layers.placed_layer import PlacedLayer
 from tunecompile.runtime.layers.region import EVALUATION, SCORING, CallKind, Region
 from tunecompile.runtime.layers.unread_weights import are_unread, unread
@@ -143,12 +143,6 @@ class LayerSlot(PlacedLayer):
         output = self._as_it_comes(mode, args, kwargs)
         take_back(self.padding.stale)
         return output
-
-    def traced(self, args: tuple, kwargs: dict) -> MetGraph | None:
-        """The graph that a call would run, if Dynamo makes one of it."""
-        if self.placement is not None or any(kind is not output_capturing.Capture for kind in self.hooked()):
-            return None
-        return self.region.tracer.graph_of(self.layer, args, kwargs)
 
     def _as_it_comes(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
         """The call on the batch, with masks that were not made yet: Dynamo cannot trace what computes them."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from tunecompile._torch.autograd import in_backward, in_checkpoint
@@ -27,7 +26,6 @@ from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes
 from tunecompile.runtime.layers.masked_graphs import MaskedGraphs
 from tunecompile.runtime.layers.module_watch import ClassWatch
-from tunecompile.runtime.layers.traced_call import CallTracer
 from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.memory.weight_cache import WeightCache
 
@@ -80,11 +78,6 @@ class Region:
 
     def __post_init__(self) -> None:
         self.effort = CompileEffort(self.name)
-
-    @cached_property
-    def tracer(self) -> CallTracer:
-        """Of calls that are traced and not compiled."""
-        return CallTracer(self.name, self.guards)
 
     @property
     def guards(self) -> Callable[[Sequence[Any]], list[bool]] | None:

@@ -40,7 +40,9 @@ class UnpadDecision:
 AS_IT_COMES = UnpadDecision()
 
 
-def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: Note | None) -> UnpadDecision:
+def decide(
+    mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: Note | None, joins: bool = False
+) -> UnpadDecision:
     """For the mask of a batch.
 
     Args:
@@ -49,6 +51,7 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
         windows: of attention, as the layers' code has them.
         watch: whether anybody else looks at hidden states.
         refused: why no padding may be left out in this call; None where nothing is known.
+        joins: whether rows without padding run by the graph of padded ones.
     """
     labels, unknown, model = loss_caller.causal_labels()
     if labels is not None and labels.shape != (len(mask), mask.shape[-1]):
@@ -62,7 +65,7 @@ def decide(mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: N
         return UnpadDecision(reason=note("row-interrupted" if reading.interrupted else "masks-not-understood"))
     # such attention knows that it is causal, or reads the mask; written out it would be all scores
     reads = reading.full and not mask.is_floating_point() and not isinstance(mask, PairMask)
-    if reads and not narrows(found.window, mask):
+    if reads and not joins and not narrows(found.window, mask):
         return AS_IT_COMES
     if found.count == found.real.numel():
         reason = watch.reason()

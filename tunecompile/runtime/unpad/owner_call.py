@@ -34,6 +34,7 @@ class OwnerCall:
     rounded: FlatBatch | None = None  #: rows without padding, as documents
     #: whether rows without padding came as documents: their attention is written out, or their lengths change
     whole: bool = False
+    joins: bool = False  #: whether rows without padding run by the graph of padded ones, under the mask of these
     decided: bool = False  #: whether a layer was given a mask that could be read
     presumed: list[Presumed] = field(default_factory=list)  #: masks that were not waited for
     ran: int = 0  #: layers that were launched since a mask was presumed

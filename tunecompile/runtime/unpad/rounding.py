@@ -6,8 +6,7 @@ where hardly two batches have images of one size, hardly a layer is ever recorde
 launches are waited for, such rows are one row of documents, too, and a tower's patches have another image behind them.
 
 Rows without padding, of another length than the first ones, come as documents as well where padded batches have: that
-graph is there, and a third one is not compiled for them. Where padded batches came first, what layers would run without
-a mask is traced for it, and not compiled.
+graph is there, and a third one is not compiled for them. A model that is given a mask makes one for these, too.
 
 That is right where attention is known to be causal, or to be by the bounds of images, and where layers treat each token
 by itself otherwise. Their graphs say so: of a call that came as it is, and of the one that ran.
@@ -132,6 +131,8 @@ class Rounding:
         self.told: weakref.WeakKeyDictionary[nn.Module, tuple[Graph, Told]] = weakref.WeakKeyDictionary()
         self.alike: set[tuple[Graph, Graph]] = set()  #: graphs without a mask, and of documents that are as good
         self.looked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  #: layers whose call without a mask was looked at
+        #: layers' ids, and attributes of their modules that say whether attention is causal
+        self.switches: tuple[list[int], list[dict[str, Any]]] | None = None
         self.masked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  #: layers that were given a mask of whole rows
 
     @staticmethod
@@ -198,18 +199,6 @@ class Rounding:
         self.looked.add(layer)
         self._learn_without_mask(layer, kind, graph)
 
-    def _look_ahead(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """What a layer of padded batches would run without a mask, traced: rows without padding join these then."""
-        self.looked.add(layer)
-        place, without = place_of_mask(layer, args, kwargs), dict(kwargs)
-        if isinstance(place, int):
-            args = (*args[:place], None, *args[place + 1 :])
-        elif place is not None:
-            without[place] = None
-        kind = self._kind(layer, args, without)
-        if kind is not None and (graph := slot_of(layer).traced(args, without)) is not None:
-            self._learn_without_mask(layer, kind, graph)
-
     def _learn_without_mask(self, layer: nn.Module, kind: tuple, graph: Graph) -> None:
         if (graph.causal is None and graph.both_ways is None) or not graph.alone:
             return
@@ -235,8 +224,6 @@ class Rounding:
             self.graphs.add(graph)
             if layer not in self.told or self.told[layer][0] is not graph:
                 self.told[layer] = graph, Told.of(layer, flat, args, kwargs)
-            elif layer not in self.looked and not in_backward():
-                self._look_ahead(layer, args, kwargs)
         if flat.joins and not self._is_of_padded(graph):
             raise NotTokenWise(note("own-mask"))
         if not flat.rounds or flat.bounds is not None or graph is None:
@@ -250,6 +237,7 @@ class Rounding:
 
     def ran_as(self, call: OwnerCall) -> None:
         """Learn from the owner's call in a training step, which is over."""
+        self.joined += call.joins and call.whole
         if call.rounded is not None:
             self.joined += call.rounded.joins
             self.count += not call.rounded.joins
@@ -292,8 +280,22 @@ class Rounding:
 
     def _joins(self, size: tuple[int, int]) -> bool:
         """Whether rows without padding run by the graph of padded batches, in place of one for changing sizes."""
-        other = len(self.graphs) > 0 and not self.apart and self.first != size and self.joined < OFTEN
-        return other and (self._why_not_joined() or self.watch.reason()) is None
+        return self._is_other(size) and (self._why_not_joined() or self.watch.reason()) is None
+
+    def joins_by_mask(self, size: tuple[int, int]) -> bool:
+        """Whether they do under a mask, which the model would leave out: attention is causal without it, too."""
+        return self._is_other(size) and self._is_causal() and self.watch.reason() is None
+
+    def _is_other(self, size: tuple[int, int]) -> bool:
+        return len(self.graphs) > 0 and not self.apart and self.first != size and self.joined < OFTEN
+
+    def _is_causal(self) -> bool:
+        """Whether modules of transformers' in layers say so. (Those of other packages are a reason of the watch's.)"""
+        ids = [id(layer) for layer in self.members()]
+        if self.switches is None or self.switches[0] != ids:
+            modules = (vars(module) for layer in self.members() for module in layer.modules())
+            self.switches = ids, [each for each in modules if "is_causal" in each]
+        return all(each["is_causal"] for each in self.switches[1])
 
     def _pays(self, size: tuple[int, ...], tokens: int) -> bool:
         """Whether a batch of this size is rounded: where sizes change, and the host is waited for."""

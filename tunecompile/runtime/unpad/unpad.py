@@ -161,7 +161,9 @@ class Unpadding:
         """Until the first layer runs, masks of long rows are recorded: layers of documents do not read them."""
         if call.refused is None and self._why_others_read_padding() is None and not compiled_parts(self.owner):
             attention = getattr(getattr(self.owner, "config", None), "_attn_implementation", None)
-            call.recorder = recorder_for(call.given.values(), written_out=attention == "eager")
+            mask = call.given.get("attention_mask")
+            call.joins = isinstance(mask, Tensor) and mask.dim() == 2 and self.rounding.joins_by_mask(tuple(mask.shape))
+            call.recorder = recorder_for(call.given.values(), attention == "eager", mask if call.joins else None)
         if call.recorder is None:
             yield
             return
@@ -294,7 +296,7 @@ class Unpadding:
         else:
             refused = call.keeps_padding or self._why_others_read_padding()
             refused = refused or refusals.router_logits(self.owner, call.given)
-            decision = decide(mask, windows_of(layer), self.watch, refused)
+            decision = decide(mask, windows_of(layer), self.watch, refused, call.joins)
             self.presumptions.learn(layer, decision)
         if decision.flat is not None and decision.flat.same_as(call.by_rows):  # layers may read each other's results
             decision = UnpadDecision(call.by_rows)

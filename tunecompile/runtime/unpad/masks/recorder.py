@@ -21,12 +21,20 @@ LONG = 1 << 25  #: pairs of a batch from which on masks are recorded: one row of
 class MaskRecorder(TorchFunctionMode):
     """While a model makes its masks: comparisons and distances of at least so many pairs are recorded.
 
+    A model may leave a mask out where no row has padding, which it asks the device. Where layers have a graph for masks
+    alone, the answer is no: the model makes one, and nothing is waited for.
+
+    Args:
+        pairs: from which on masks are recorded.
+        padding: a mask [B, T] of which the model is not to know whether it is all ones.
+
     It ends at the first layer: Dynamo would trace it, and guard on it. Until then, numbers reach a GPU without a wait.
     """
 
-    def __init__(self, pairs: float):
+    def __init__(self, pairs: float, padding: Tensor | None = None):
         super().__init__()
         self.pairs = pairs
+        self.padding = None if padding is None else _Padding(padding)
         self.begun = self.ended = False
         self.records = 0
 
@@ -50,7 +58,43 @@ class MaskRecorder(TorchFunctionMode):
                 return made
         if func is torch.tensor and not self.ended and _is_number_for_gpu(args, kwargs or {}):
             func, args = torch.full, ((), *args)
-        return func(*args, **(kwargs or {}))
+        if self.padding is None or self.ended or kwargs or not self.padding.is_asked(func, args):
+            result = func(*args, **(kwargs or {}))
+            if self.padding is not None and not self.ended:
+                self.padding.follow(args, result)
+            return result
+        return torch.zeros((), dtype=torch.bool)  # on the host: nothing is waited for
+
+
+class _Padding:
+    """A mask [B, T], what a model made of it token by token, and how many ones it counted."""
+
+    def __init__(self, mask: Tensor):
+        self.masks, self.counts = [mask], []
+
+    def is_asked(self, func: Any, args: tuple) -> bool:
+        """Whether this asks if the mask is all ones: by `all`, or by a sum of as many ones as it has elements."""
+        if func in _ALL:
+            return len(args) == 1 and _among(args[0], self.masks)
+        if func not in _EQUAL or len(args) != 2 or not isinstance(args[1], int):
+            return False
+        return args[1] == self.masks[0].numel() and _among(args[0], self.counts)
+
+    def follow(self, args: tuple, result: Any) -> None:
+        """Something was computed."""
+        if not (args and isinstance(result, Tensor) and _among(args[0], self.masks)):
+            return
+        if result.shape == self.masks[0].shape:
+            self.masks.append(result)
+        elif not result.dim():
+            self.counts.append(result)
+
+
+_ALL, _EQUAL = (torch.all, Tensor.all), (torch.eq, Tensor.eq, Tensor.__eq__)
+
+
+def _among(value: Any, tensors: list[Tensor]) -> bool:
+    return any(value is each for each in tensors)
 
 
 def _is_number_for_gpu(args: tuple, kwargs: dict) -> bool:
@@ -79,20 +123,22 @@ def not_recording() -> Iterator[None]:
         recorder.__enter__()
 
 
-def recorder_for(given: Iterable[Any], written_out: bool = False) -> MaskRecorder | None:
+def recorder_for(given: Iterable[Any], written_out: bool = False, padding: Tensor | None = None) -> MaskRecorder | None:
     """For a model that is given these; None where nothing is recorded, or torch does not tell of modes.
 
     Args:
         given: arguments of the model.
         written_out: whether its attention is, so that small masks are made, too, with numbers on the device.
+        padding: see `MaskRecorder`.
     """
     tokens = next((x for x in given if isinstance(x, Tensor) and x.dim() in (2, 3)), None)
     if tokens is None or function_mode is None:
         return None
     rows, length = tokens.shape[:2]
     if rows * length**2 < LONG:
-        return MaskRecorder(math.inf) if written_out and tokens.is_cuda else None
-    return MaskRecorder(length**2)
+        small = padding is not None or (written_out and tokens.is_cuda)
+        return MaskRecorder(math.inf, padding) if small else None
+    return MaskRecorder(length**2, padding)
 
 
 def compiled_parts(owner: nn.Module) -> bool:
