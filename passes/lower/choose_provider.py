@@ -33,13 +33,13 @@ def run(graph: Graph, context: Context) -> None:
         values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
         provider = op.choose(values, context.precision)
         try:
-            expand(graph, node, _bind(provider.run, op, node), context.traced)
+            expand(graph, node, _bind(provider.run, op, node), context.traced, context.trial)
         except Exception as error:  # the reference computes the same, only slower
             if provider.run is op.reference:
                 raise
             why = f"{type(error).__name__}: {str(error)[:200]}"
             context.notes.append(note("provider-failed", op.name, why, provider=provider.name))
-            expand(graph, node, op.reference, context.traced)
+            expand(graph, node, op.reference, context.traced, context.trial)
 
 
 def _bind(run: Callable, op: Op, node: Node) -> Callable:
@@ -65,14 +65,15 @@ def _dies(value: Node) -> bool:
     return False
 
 
-def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule] | None) -> None:
+def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule], trial: bool = False) -> None:
     """Replace a call by the traced graph of `fn` on the same arguments.
 
     Args:
         graph: the call's graph, changed in place.
         node: the call.
         fn: takes the call's arguments; is traced to core ATen.
-        known: graphs that earlier trials of this compilation traced, to look up and to extend; None to trace anew.
+        known: graphs that this compilation traced before, to look up and to extend.
+        trial: whether calls of one graph may share its fake values: they are read alone.
     """
     flat, spec = pytree.tree_flatten(list(node.args))
     inputs = [i for i, item in enumerate(flat) if isinstance(item, Node)]
@@ -85,19 +86,18 @@ def expand(graph: Graph, node: Node, fn: Callable, known: dict[Any, GraphModule]
 
     values = _distinct([flat[i] for i in inputs])
     mode, (anywhere, here) = fake_mode_of(values), _keys(fn, flat, spec, inputs, values)
-    if anywhere is not None:
-        graphs, key = _graphs, anywhere
-    else:
-        graphs, key = {} if known is not None else _graphs_of(mode), here
-    traced = graphs.get(key) or (known or {}).get(here) or trace(call, tuple(values), mode)
+    traced = known.get(here) or (_graphs.get(anywhere) if anywhere is not None else None)
+    fresh = traced is None
+    if traced is None:
+        traced = trace(call, tuple(values), mode)
     before = node.prev
-    results = _inline(graph, node, traced, [flat[i] for i in inputs], mode)
+    results = _inline(graph, node, traced, [flat[i] for i in inputs], mode, share=trial or fresh)
     share_flops(node, _between(before, node))
-    if (anywhere is not None or known is None) and _has_meaning_elsewhere(traced.graph):
+    if fresh and anywhere is not None and _has_meaning_elsewhere(traced.graph):
         for inner in traced.graph.nodes:
             inner.meta.pop("val", None)
-        graphs[key] = traced
-    elif known is not None:
+        _graphs[anywhere] = traced
+    elif fresh:
         known[here] = traced
     _replace(graph, node, results)
 
@@ -144,11 +144,6 @@ def _distinct(nodes: list[Node]) -> list:
 _graphs = ProcessCache(512)
 
 
-def _graphs_of(mode: Any) -> dict[Any, GraphModule]:
-    """Those whose sizes are symbols, which have a meaning in their fake mode alone, and live as long as it does."""
-    return {} if mode is None else vars(mode).setdefault("_tunecompile_graphs", {})
-
-
 def _keys(fn: Callable, flat: list, spec: Any, inputs: list[int], values: list) -> tuple[Any, Any]:
     """Everything that a traced graph depends on, as a key: in any fake mode, None where there is none; and in this."""
     run, told = (fn.func, tuple(fn.keywords.items())) if isinstance(fn, functools.partial) else (fn, ())
@@ -168,7 +163,10 @@ def _has_meaning_elsewhere(graph: Graph) -> bool:
     return all(node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload) for node in calls)
 
 
-def _inline(graph: Graph, before: Node, traced: GraphModule, arguments: list[Node], mode: Any) -> list[Node]:
+def _inline(
+    graph: Graph, before: Node, traced: GraphModule, arguments: list[Node], mode: Any, share: bool
+) -> list[Node]:
+    """Results of a traced graph's copy. share: whether it has the fake values of the graph that was traced, if any."""
     placed = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), arguments))
     with graph.inserting_before(before), tracing(mode):
         for inner in traced.graph.nodes:
@@ -183,7 +181,7 @@ def _inline(graph: Graph, before: Node, traced: GraphModule, arguments: list[Nod
             for key in ("stack_trace", "nn_module_stack", "original_aten"):
                 if key in before.meta:
                     copy.meta.setdefault(key, before.meta[key])
-            if "val" not in copy.meta:
+            if not share or "val" not in copy.meta:
                 args, kwargs = torch.fx.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
                 copy.meta["val"] = inner.target(*args, **kwargs)
             placed[inner] = copy

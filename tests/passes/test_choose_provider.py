@@ -37,7 +37,7 @@ def traces(monkeypatch):  # with it, caches of other tests are set aside (tests/
     return made
 
 
-def lowered(operation, arguments, mode, static=True, dead=()):
+def lowered(operation, arguments, mode, static=True, dead=(), context=None):
     """A graph of one call, lowered, of which some results are not read."""
     graph = Graph()
 
@@ -55,7 +55,7 @@ def lowered(operation, arguments, mode, static=True, dead=()):
     results = [graph.call_function(operator.getitem, (call, i)) for i in range(count)] or [call]
     graph.output(tuple(result for at, result in enumerate(results) if at not in dead))
     gm = GraphModule({}, graph)
-    choose_provider.PASS.run(gm.graph, Context("layers"))
+    choose_provider.PASS.run(gm.graph, context or Context("layers"))
     gm.recompile()
     return gm
 
@@ -98,9 +98,13 @@ def test_what_is_traced_anew(operation, arguments, static, traces):
 
 
 def test_symbols_of_one_compilation_are_traced_once(traces):
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    first, second = (lowered(*PAIR, mode, static=False) for _ in range(2))
-    assert len(traces) == 1 and first.code == second.code and not {*map(id, values(first))} & {*map(id, values(second))}
+    """Code generation takes the graphs of trials, with fake values of its own."""
+    mode, final = FakeTensorMode(shape_env=ShapeEnv()), Context("layers")
+    contexts = Context("layers", traced=final.traced, trial=True), final, final
+    graphs = [lowered(*PAIR, mode, static=False, context=context) for context in contexts]
+    first, second = graphs[:2]
+    assert len(traces) == 1 and len({gm.code for gm in graphs}) == 1
+    assert len({id(value) for gm in graphs for value in values(gm)}) == sum(len(values(gm)) for gm in graphs)
     assert all(type(size) is torch.SymInt for value in values(second) for size in value.shape)
     torch.testing.assert_close(second(*PAIR[1][:2])[0], PAIR[0].reference(*PAIR[1]))
 

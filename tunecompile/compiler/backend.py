@@ -203,6 +203,7 @@ class Backend:
             weights_unread=gm.meta.get(WEIGHTS_UNREAD, False),
         )
         compiled = self._compile(gm, inputs, context, combine, deferral)
+        context.traced.clear()  # they hold fake values
         self.contexts.append(context)
         if context.outputs:
             self.look = None

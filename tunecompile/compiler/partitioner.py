@@ -97,7 +97,7 @@ class Partitioner(_Hook, CustomPartitionerFn):
     def __call__(self, gm: GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         look, self.look = self.look, None  # compiled code may hold this object for good, and `look` the model
         if look is not None:
-            cut = functools.partial(self._try, gm, joint_inputs, kwargs, {})
+            cut = functools.partial(self._try, gm, joint_inputs, kwargs)
             (returned,) = gm.graph.find_nodes(op="output")
             passed = sum(_bytes(node) for node in returned.args[0][: kwargs["num_fwd_outputs"]])
             joint = JointGraph(gm.graph, cut, self.context.attention_rate, passed)
@@ -116,10 +116,11 @@ class Partitioner(_Hook, CustomPartitionerFn):
         return tuple(movable(graph)) if self.context.moves else ()
 
     def _try(
-        self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, traced: dict, plan: Plan
+        self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, plan: Plan
     ) -> tuple[GraphModule, GraphModule]:
         """Both graphs as a plan would lower them, made from a copy. Trials share the providers' graphs."""
-        trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, traced=traced)
+        known = dict(traced=self.context.traced, trial=True)
+        trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, **known)
         run_stage(self.passes, "plan", trial.graph, context)
         moved, graphs = self._movable(trial.graph), _cut(trial, joint_inputs, kwargs, plan)
         for graph in graphs:

@@ -76,8 +76,9 @@ class Context:
     #: whether dense weights may move into matrices with their adapters (tunecompile/runtime/memory/weight_cache.py)
     moves: bool = False
     kept: tuple[str, ...] = ()  #: inputs that such matrices replace, for 4-bit weights if the plan says so
-    #: providers' graphs, shared by the trials of a planner. (Code generation needs fake values of its own for each.)
-    traced: dict[Any, Any] | None = None
+    #: providers' graphs, shared by the trials of a planner and by code generation
+    traced: dict[Any, Any] = field(default_factory=dict)
+    trial: bool = False  #: whether graphs are only looked at. (Code generation needs fake values of its own for each.)
     outputs: int = 0  #: results of the forward graph, without those saved for the backward
     changes: list[Change] = field(default_factory=list)  #: what each pass did
     dump: GraphDump | None = None  #: where each graph is written
