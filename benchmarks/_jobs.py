@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 import torch
-from torch import nn
 
 from tunecompile.cli.compare.spec import Job
 from tunecompile.estimate.known_shapes import SHAPES
@@ -19,13 +18,6 @@ def add_loop_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--mode", choices=("qlora", "lora", "full"), default="qlora")
     parser.add_argument("--layers", type=int, help="so many layers only")
-
-
-def waits_for_code(model: nn.Module) -> bool:
-    """Whether a region of an optimized model runs without code, which another process is making."""
-    import tunecompile
-
-    return "waits-for-code" in {each.code for each in tunecompile.report(model).notes}
 
 
 def loop_job(given: argparse.Namespace, **more: Any) -> Job:

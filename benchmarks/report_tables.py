@@ -25,7 +25,6 @@ NAMES = {
     "unsloth-padding-free": "Unsloth, padding-free, checkpointing off",
     "tunecompile": "**tunecompile**",
     "tunecompile-fp8": "**tunecompile, FP8**",
-    "tunecompile-background": '**tunecompile**, `warmup="background"`',
 }
 ENGINES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3", "device_map": "device_map", "alone": "none, each alone"}
 PEERS = ("Liger", "Unsloth", "bitsandbytes")

@@ -43,9 +43,7 @@ FIRST = (
     "run",
     "first loss, s",
     "all steps, s",
-    "a step until there is code, ms",
-    "all code at step",
-    "a step then, ms",
+    "a step at the end, ms",
 )
 RUNS = (
     "run",
@@ -64,7 +62,6 @@ WAYS = {
     "eager": "eager",
     "cold": "**tunecompile**, caches empty",
     "warm": "**tunecompile**, caches warm",
-    "background": '**tunecompile**, `warmup="background"`, caches empty',
 }
 TITLES = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
 
@@ -248,20 +245,17 @@ def _evaluated(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def render_first_losses(folder: Path = RESULTS) -> str:
-    """A row for each run of a model: eager, compiled, and in the background."""
+    """A row for each run of a model: eager, and compiled with empty and warm caches."""
     packages = (("torch", "torch"), ("transformers", "transformers"))
     return _table("first-loss-*.json", folder, lambda runs: [_first(run) for run in runs], FIRST, packages)
 
 
 def _first(run: dict[str, Any]) -> list[str]:
-    waits = "settled_step" in run
     return [
         _case(run),
         WAYS[run["kind"]],
         f"{run['first_loss_s']:.1f}",
-        f"{run['requested_steps']} in {run['all_s']:.1f}",
-        f"{run['waiting_ms']:.0f}" if waits else "",
-        f"{run['settled_step']}, after {run['settled_s']:.0f} s" if waits else "",
+        f"{run['steps']} in {run['all_s']:.1f}",
         ", ".join(f"{1e3 * each:.0f}" for each in _last(run)),
     ]
 

@@ -45,7 +45,6 @@ PHASES = {
     "partition": ("tunecompile.compiler.partitioner:Partitioner.__call__",),
     "survey": ("tunecompile.runtime.memory.budget:RuntimePlanner._see",),
     "lower": ("tunecompile.compiler.partitioner:run_stage",),
-    "pack": ("tunecompile._torch.background.deferral:pack",),
     "code": ("torch._inductor.compile_fx:compile_fx_inner",),
     "kernels": ("torch._inductor.async_compile:AsyncCompile.wait",),
 }

@@ -1,11 +1,11 @@
-"""How long the first loss takes, and all steps until there is code: eager, without caches, with them, in the background. One JSON.
+"""How long the first loss takes, and the first steps: eager, without caches, with them. One JSON.
 
     python benchmarks/steps/first_loss.py --model llama-3.1-8b --mode qlora --layers 4 --shapes 4x2048 --steps 40 --out FILE
-    python benchmarks/steps/first_loss.py --model llama-tiny --mode lora --shapes 2x64,3x48 --kinds eager,cold,background
+    python benchmarks/steps/first_loss.py --model llama-tiny --mode lora --shapes 2x64,3x48 --kinds eager,cold
 
-The model is random weights of a known architecture, and shapes come in turn. Each run is a process of its own: `cold` and
-`background` have an empty folder of caches each, `warm` has cold's. A run ends when it has done its steps and all of its regions
-have their code. Times begin when the model is on the device and `optimize` is done, with libraries imported.
+The model is random weights of a known architecture, and shapes come in turn. Each run is a process of its own: `cold` has an
+empty folder of caches, and `warm` has cold's. Times begin when the model is on the device and `optimize` is done, with libraries
+imported.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._jobs import DEVICE, add_loop_options, loop_job, waits_for_code
+from benchmarks._jobs import DEVICE, add_loop_options, loop_job
 from benchmarks._results import print_row, printed_rows, write
 from benchmarks.steps.compile_time import Stopwatch
 from tunecompile.cli.compare.spec import Job, parse_shape
 
-KINDS = ("eager", "cold", "warm", "background")
+KINDS = ("eager", "cold", "warm")
 LAST = 5  #: steps that say how long one takes in the end
-PATIENCE = 300  #: seconds in which regions get their code
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -57,13 +56,7 @@ class Steps:
     first_losses: list[float] = field(default_factory=list)  #: seconds until its loss was there
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    waited: list[bool] = field(default_factory=list)  #: whether a region had no code behind it
     watch: Stopwatch = field(default_factory=Stopwatch)  #: of the first forward
-
-    @property
-    def settled(self) -> int:
-        """How many were done when all regions had their code."""
-        return len(self.waited) - self.waited[::-1].index(True) + 1 if True in self.waited else 0
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -75,16 +68,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     model = load_model(job).train()
     torch.ones(1, device=DEVICE).sum().item()  # the GPU's context is not compilation
     if given.child != "eager":
-        tunecompile.optimize(model, warmup="background" if given.child == "background" else None)
+        tunecompile.optimize(model)
 
-    steps, until = Steps(), time.monotonic() + PATIENCE
-    while len(steps.seconds) < given.steps or (True in steps.waited[-LAST - 1 :] and time.monotonic() < until):
+    steps = Steps()
+    for _ in range(given.steps):
         train(model, job, given, steps)
-        steps.waited.append(given.child == "background" and waits_for_code(model))
-    row = row_of(given, steps)
-    if given.child == "background":
-        row["changed_over"] = {each.name: each.changed_over for each in tunecompile.report(model).regions}
-    return row
+    return row_of(given, steps)
 
 
 def train(model: nn.Module, job: Job, given: argparse.Namespace, steps: Steps) -> None:
@@ -118,23 +107,16 @@ def row_of(given: argparse.Namespace, steps: Steps) -> dict[str, Any]:
     row = {
         "system": "hf" if given.child == "eager" else "tunecompile",
         "kind": given.child,
-        "status": f"no code after {PATIENCE} s" if steps.waited[-1] else "ok",
+        "status": "ok",
         "first_loss_s": round(steps.first_losses[0], 3),
         "first_step_s": round(seconds[0], 3),
         "steps": len(seconds),
         "steps_s": [round(each, 4) for each in seconds],
-        "all_s": round(sum(seconds[: given.steps]), 3),
+        "all_s": round(sum(seconds), 3),
         "step_ms": {"median": median(last), "min": min(last), "max": max(last)},
         "losses": [round(each, 5) for each in steps.losses],
         "phases": steps.watch.taken(),
     }
-    if given.child == "background":
-        waiting = [1e3 * each for each, still in zip(seconds[1:], steps.waited) if still]
-        row |= {
-            "settled_step": steps.settled,
-            "settled_s": round(sum(seconds[: steps.settled]), 3),
-            "waiting_ms": round(median(waiting), 2) if waiting else None,
-        }
     if DEVICE == "cuda":
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
     return row
@@ -143,14 +125,8 @@ def row_of(given: argparse.Namespace, steps: Steps) -> dict[str, Any]:
 def show(row: dict[str, Any]) -> None:
     print(
         f"{row['model']} {row['kind']}: first loss after {row['first_loss_s']:.2f} s, first step {row['first_step_s']:.2f} s; "
-        f"{row['requested_steps']} steps in {row['all_s']:.1f} s, at last {row['step_ms']['median']:.1f} ms"
+        f"{row['steps']} steps in {row['all_s']:.1f} s, at last {row['step_ms']['median']:.1f} ms"
     )
-    if "settled_step" in row:
-        longest = max(row["steps_s"][1:])
-        print(
-            f"  all code at step {row['settled_step']} after {row['settled_s']:.1f} s; a step before took {row['waiting_ms']} ms, "
-            f"the longest after the first {longest:.2f} s"
-        )
     for region, phases in row["phases"].items():
         print(f"  {region.rpartition('_')[2]}: " + "  ".join(f"{phase} {taken:.2f}" for phase, taken in phases.items()))
     sys.stdout.flush()
@@ -175,7 +151,7 @@ def main() -> int:
             child = subprocess.Popen(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True)
             fields = {"model": given.model, "mode": given.mode, "layers": given.layers, "shape": given.shapes}
             for row in printed_rows(child.stdout or ()):
-                result["runs"].append({**fields, "requested_steps": given.steps, **row})
+                result["runs"].append({**fields, **row})
                 show(result["runs"][-1])
                 if given.out:
                     write(given.out, result, kinds[place + 1 :])

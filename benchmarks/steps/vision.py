@@ -8,8 +8,7 @@
 LoRA on random weights: on all linears, the vision tower's too, or on the text model's alone (`--tower frozen`). Each row has one
 image before its text; the image is not predicted. A batch has images of one size. Up to ten sizes come in turn, again and again;
 more of them are drawn at random, and each comes once in as many batches. Each system has a process of its own, and its row is
-written when it ends; tunecompile-background is timed when all of its code is there. Without a GPU, `--model qwen3-vl-tiny` is for
-trials.
+written when it ends. Without a GPU, `--model qwen3-vl-tiny` is for trials.
 """
 
 from __future__ import annotations
@@ -151,8 +150,7 @@ def load(job: Job, tower: str) -> nn.Module:
     if job.engine == "tunecompile":
         import tunecompile
 
-        executor = "inductor" if job.device == "cuda" or job.warmup else "eager"
-        model = tunecompile.optimize(model, executor=executor, warmup=job.warmup)
+        model = tunecompile.optimize(model, executor="inductor" if job.device == "cuda" else "eager")
     return model.train()
 
 
@@ -212,15 +210,13 @@ def train(model: nn.Module, job: Job, given: argparse.Namespace) -> dict[str, An
     """What each step took, its tokens and loss, and how much was compiled after the first ones."""
     import torch
 
-    from benchmarks._jobs import waits_for_code
     from tunecompile.cli.compare.models import precision
 
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=job.lr, fused=True)
     wait = torch.cuda.synchronize if job.device == "cuda" else lambda: None
     sizes, config, found = sizes_of(given.sizes), model.config, {"ms": [], "tokens": [], "losses": []}
-    number, untimed = 0, UNTIMED
-    while number < untimed + given.steps:
+    for number in range(UNTIMED + given.steps):
         batch = make_batch(config, number, sizes[number % len(sizes)], given.text, job.device)
         wait()
         begun = time.perf_counter()
@@ -233,14 +229,12 @@ def train(model: nn.Module, job: Job, given: argparse.Namespace) -> dict[str, An
         wait()
         found["ms"].append(1e3 * (time.perf_counter() - begun))
         found["tokens"].append(batch["input_ids"].numel())
-        number += 1
-        untimed += number == untimed and job.warmup is not None and waits_for_code(model)
-        if number == SETTLED:
+        if number + 1 == SETTLED:
             found["compiled"] = compilations(model, job)
     if job.engine == "tunecompile":
         found["compilations"] = compilations(model, job)
         found["late_compilations"] = found["compilations"] - found["compiled"]
-    return found | {"untimed": untimed, "trainable_parameters": sum(weight.numel() for weight in weights)}
+    return found | {"trainable_parameters": sum(weight.numel() for weight in weights)}
 
 
 def compilations(model: nn.Module, job: Job) -> int:
@@ -279,12 +273,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def figures(found: dict[str, Any]) -> dict[str, Any]:
     """A row's figures of what steps took. Those of sizes differ; tokens a second are those of all timed steps together."""
-    times, timed = found["ms"], found["ms"][found["untimed"] :]
+    times, timed = found["ms"], found["ms"][UNTIMED:]
     step = {"median": median(timed), "min": min(timed), "max": max(timed), "mean": mean(timed)}
     told = {key: found[key] for key in ("compilations", "late_compilations") if key in found}
     return {
         "repeats": len(timed),
-        "tokens_per_s": 1e3 * sum(found["tokens"][found["untimed"] :]) / sum(timed),
+        "tokens_per_s": 1e3 * sum(found["tokens"][UNTIMED:]) / sum(timed),
         "step_ms": step,
         "all_step_ms": times,
         "slow_steps": sum(time > SLOW * step["median"] for time in times[SETTLED:]),

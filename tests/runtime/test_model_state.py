@@ -13,7 +13,7 @@ from tunecompile.runtime.parts import StepTelemetry
 def test_the_ranks_store_is_looked_for_once(monkeypatch):
     """As a step first needs it: the name that ranks meet under has the parameters that are there then."""
     made, model = [], nn.Linear(1, 1)
-    settings = type("Settings", (), {"memory": None, "warmup": None})()
+    settings = type("Settings", (), {"memory": None})()
     monkeypatch.setattr(RankStore, "of", lambda given: made.append(given) or RankStore(None, 0, 1))
     assert model_state.RankStore is RankStore
     state = State(model, settings, ())

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tunecompile._torch import known_bugs
-from tunecompile._torch.background.deferral import Deferral
-from tunecompile._torch.background.graphs import FinalGraph
 from tunecompile._torch.fake_tensors import select_decomp_table
 from tunecompile._torch.generation import code_of_layers
 from tunecompile._torch.generation.late_kernels import InductorError, LateKernels
@@ -163,7 +161,6 @@ def compile_inductor(
     turn: Turn = _at_once,
     combine: bool = True,
     backward: bool = True,
-    deferral: Deferral | None = None,
 ) -> Callable:
     """Generate code for a graph of Dynamo, and for its backward.
 
@@ -178,11 +175,9 @@ def compile_inductor(
         turn: around the generation of code.
         combine: whether small independent kernels are joined.
         backward: whether there is code for one; else none may be run.
-        deferral: has graphs run op by op whose code is not there yet.
 
     Raises:
         ImportError: this version of torch has no `compile_fx` where it was.
-        NotDeferred: see `Deferral.add`.
     """
     compile_fx, compile_fx_inner = (
         need(f"torch._inductor.compile_fx.{name}") for name in ("compile_fx", "compile_fx_inner")
@@ -196,15 +191,9 @@ def compile_inductor(
         if kind == "backward" and not backward:
             return make_boxed_func(_no_backward)
         _keep_for_another_backward(kind)
-        given = None if deferral is None else deferral.begin(graph_module, example_inputs)
         around = keep(graph_module, example_inputs, kind) if keep is not None else None
-        generate = partial(_generate, late, kind, partial(compile_fx_inner, graph_module, example_inputs, **kwargs))
         with code_of_layers(), turn(graph_module, example_inputs):
-            if given is None:
-                code = generate()
-            else:
-                final = FinalGraph(graph_module, example_inputs, kwargs)
-                code = given.code(final, generate, complete=not backward or bool(kwargs.get("is_inference")))
+            code = _generate(late, kind, partial(compile_fx_inner, graph_module, example_inputs, **kwargs))
         if not _CAN_WRAP or not isinstance(code, _compiled_graph):
             return code
         code.current_callable = tuned_quickly(code.current_callable)
@@ -248,7 +237,6 @@ def compile_eager(
     turn: Turn = _at_once,
     combine: bool = True,
     backward: bool = True,
-    deferral: Deferral | None = None,
 ) -> Callable:
     """The same pipeline, with the final graphs interpreted instead of compiled.
 

@@ -15,7 +15,6 @@ import torch
 from torch.fx import GraphModule
 
 from tunecompile._torch import known_bugs
-from tunecompile._torch.background.deferral import Deferral, NotDeferred
 from tunecompile._torch.card import has_bfloat16
 from tunecompile._torch.cuda import attention_order
 from tunecompile._torch.dynamo import TensorifyScalarRestartAnalysis, current_frame, specialize_floats
@@ -23,9 +22,6 @@ from tunecompile._torch.fake_tensors import copied
 from tunecompile._torch.inductor import InductorError, Keep, Wrap, compile_eager, compile_inductor
 from tunecompile._torch.triton_analysis import analyses_answered_by
 from tunecompile.compiler import attention_backend
-from tunecompile.compiler.background.orders import others_of
-from tunecompile.compiler.background.process import BackgroundCompiler, Job
-from tunecompile.compiler.background.providers import run_by_provider
 from tunecompile.compiler.compile_cache import in_turn
 from tunecompile.compiler.graph_dump import GraphDump
 from tunecompile.compiler.graph_snapshot import replacements, snapshot
@@ -93,7 +89,6 @@ class Backend:
         kept: gives weights to graphs, if any are cached.
         look: sees the first joint graph that is made, and may make the plan.
         backward: whether code is generated for backwards; without, forwards are those of training all the same.
-        background: generates code in another process, if one does.
     """
 
     def __init__(
@@ -107,16 +102,14 @@ class Backend:
         kept: WeightProvider | None = None,
         look: Look | None = None,
         backward: bool = True,
-        background: BackgroundCompiler | None = None,
     ):
         self.region, self.passes, self.executor, self.plan = region, tuple(passes), executor, plan
         self.replays, self.precision, self.kept = replays, precision, kept
-        self.look, self.backward, self.background = look, backward, background
-        self.jobs: list[Job] = []  #: of graphs that run op by op until they are over
+        self.look, self.backward = look, backward
         self.contexts: list[Context] = []
         self.failures: list[Note] = []
 
-    def __call__(self, gm: GraphModule, inputs: list, floats_change: bool = False, waits: bool = False) -> Callable:
+    def __call__(self, gm: GraphModule, inputs: list, floats_change: bool = False) -> Callable:
         """Compile one graph.
 
         Args:
@@ -124,7 +117,6 @@ class Backend:
             inputs: its fake inputs.
             floats_change: whether floats of the host change from batch to batch. They stay symbols, and patterns that
                 bind them do not match.
-            waits: whether it may run op by op until its code comes from the background; `jobs` tells whether it does.
         """
         if without_bfloat16(inputs):
             self.failures.append(note("not-compiled", self.region, note("gpu-without-bfloat16")))
@@ -132,8 +124,6 @@ class Backend:
         if not floats_change:
             specialize_floats(gm)  # patterns bind scales and epsilons as constants
         try:
-            if waits and self.background is not None:
-                return self._defer(gm, inputs, self.background)
             return self._attempt(gm, inputs)
         except TensorifyScalarRestartAnalysis:  # a request to Dynamo, not a failure
             raise
@@ -165,31 +155,10 @@ class Backend:
         self._note("kernels-not-combined", error)
         return compiled
 
-    def _defer(self, gm: GraphModule, inputs: list, background: BackgroundCompiler) -> Callable:
-        """Compile with code that is there, or have it made elsewhere.
-
-        Raises:
-            Exception: any, of a pass or of torch's compiler.
-        """
-        deferral = Deferral(background.tried, background.draws)
-        try:
-            compiled = self._attempt(gm, inputs, deferral=deferral)
-        except NotDeferred as reason:
-            self.failures.append(note("compiled-at-once", self.region, str(reason)))
-            return self._attempt(gm, inputs)
-        if deferral.missed:
-            self.failures.append(note("compiled-at-once", self.region, note("other-key")))
-        if deferral.key:
-            self.jobs.append(background.order(deferral.key, deferral.packed))
-        return compiled
-
-    def _attempt(
-        self, gm: GraphModule, inputs: list, combine: bool = True, deferral: Deferral | None = None
-    ) -> Callable:
+    def _attempt(self, gm: GraphModule, inputs: list, combine: bool = True) -> Callable:
         """Compile with all passes.
 
         Raises:
-            NotDeferred: the graphs have to be compiled here.
             Exception: any, of a pass or of torch's compiler.
         """
         moves = self.kept is not None and bool(self.kept.moves)
@@ -202,7 +171,7 @@ class Backend:
             moves=moves,
             weights_unread=gm.meta.get(WEIGHTS_UNREAD, False),
         )
-        compiled = self._compile(gm, inputs, context, combine, deferral)
+        compiled = self._compile(gm, inputs, context, combine)
         context.traced.clear()  # they hold fake values
         self.contexts.append(context)
         if context.outputs:
@@ -222,9 +191,7 @@ class Backend:
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         return compiler(copied(gm), inputs, Lowering((), context), Partitioner(plan, context))
 
-    def _compile(
-        self, gm: GraphModule, inputs: list, context: Context, combine: bool, deferral: Deferral | None
-    ) -> Callable:
+    def _compile(self, gm: GraphModule, inputs: list, context: Context, combine: bool) -> Callable:
         """Run the recognize stage on a copy, then compile it with the other stages hooked in."""
         work = copied(gm)  # the original stays as it is, to fall back on
         before = context.record("recognize", work.graph)
@@ -238,8 +205,6 @@ class Backend:
         work.recompile()
         lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context, self.look)
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
-        if deferral is not None:
-            deferral.others, deferral.instead = partial(others_of, lower, partition), run_by_provider
         if self.executor == "inductor" and _device_type(inputs) == "cuda" and known_bugs.MIX_ORDER_REDUCTION.present:
             fault = known_bugs.MIX_ORDER_REDUCTION
             context.notes.append(note("known-bug", fault.package, str(fault)))
@@ -255,7 +220,6 @@ class Backend:
                 turn=partial(in_turn, lower.uuid),
                 combine=combine,
                 backward=self.backward,
-                deferral=deferral,
             )
 
     def _keep(self, context: Context) -> Keep | None:

@@ -16,7 +16,6 @@ from tunecompile._torch.fake_tensors import copied
 from tunecompile._torch.inductor import compile_eager, compile_inductor
 from tunecompile._torch.triton_analysis import analyses_answered_by
 from tunecompile.compiler.backend import Executor, choosing_attention, without_packages
-from tunecompile.compiler.background.process import Job
 from tunecompile.compiler.kernel_access_cache import ACCESSES
 from tunecompile.compiler.partitioner import JointGraph, Look, Lowering, Partitioner
 from tunecompile.compiler.pass_manager import Context, Pass, run_stage
@@ -129,9 +128,8 @@ class SurveyBackend:
         self.seen = False  #: whether there was a joint graph
         self.contexts: list[Context] = []
         self.failures: list[Note] = []
-        self.jobs: list[Job] = []  #: none: there is no code to wait for
 
-    def __call__(self, gm: GraphModule, inputs: list, floats_change: bool = False, waits: bool = False) -> Callable:
+    def __call__(self, gm: GraphModule, inputs: list, floats_change: bool = False) -> Callable:
         specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
         self.attends = self.attends or any(node.target is F.scaled_dot_product_attention for node in gm.graph.nodes)
         attempt = partial(self._attempt, gm, inputs)

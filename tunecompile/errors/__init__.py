@@ -75,7 +75,6 @@ from tunecompile.errors.training import (
     UnknownBudget,
     UnknownEntryPoint,
     UnknownPrecision,
-    UnknownWarmup,
 )
 
 __all__ = [
@@ -134,7 +133,6 @@ __all__ = [
     "UnknownPrecision",
     "UnknownSchema",
     "UnknownSystem",
-    "UnknownWarmup",
     "UnsafeFolder",
     "UsageError",
     "WrongCache",

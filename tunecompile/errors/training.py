@@ -52,12 +52,6 @@ class UnknownPrecision(TunecompileError, ValueError):
     template = "precision is {given!r}: give None, to compute as the model does, or 'fp8'."
 
 
-class UnknownWarmup(TunecompileError, ValueError):
-    """Raised by `optimize(warmup=...)`."""
-
-    template = "warmup is {given!r}: give None, to generate code before it runs, or 'background'."
-
-
 class UnknownBudget(TunecompileError, ValueError):
     """Raised by `optimize` and `estimate`: `memory` or `host_memory` is no number of bytes, no fraction, not "auto"."""
 

@@ -101,7 +101,6 @@ class Provider:
     refuses: Callable[..., str | None]  #: takes the op's arguments by position, with fake tensors; a reason, or None
     precision: str | None = None  #: "fp8": less exact than the op's meaning, and used only where the user allows it
     because: str = ""  #: the gain over the reference, with measured figures if there are any; shown in the report
-    trusted: bool = True  #: whether it failed no trial
 
     def supports(self, *args: Any) -> bool:
         """Whether this provider can run a call with the arguments `args`: fake tensors and constants."""
@@ -109,7 +108,7 @@ class Provider:
 
     def distrusted(self, why: Any) -> Provider:
         """The same, refusing all calls since it failed a trial. why: what it says to each."""
-        return replace(self, refuses=lambda *_: why, trusted=False)
+        return replace(self, refuses=lambda *_: why)
 
 
 @dataclass
@@ -127,7 +126,6 @@ class Op:
     formula: Formula | None = None  #: what `Op.backward` was told
     #: an op that computes the first output tile by tile; it takes `tiles` besides, and saves only its arguments
     tiled: Op | None = None
-    large: bool = False  #: whether the reference takes far more memory than providers do
     #: takes the op's arguments; bytes that its providers have in memory beside results while they run
     room: Callable[..., int] | None = None
 

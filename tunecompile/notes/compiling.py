@@ -94,22 +94,6 @@ NOTES = {
         "The numbers are right. This version of transformers has another such function; install the one that the "
         "documentation names, or a newer tunecompile.",
     ),
-    "changed-over": NoteKind(
-        "{subject} was compiled in the background: changed over at step {step} after {seconds} s",
-    ),
-    "not-from-background": NoteKind(
-        "{subject} was compiled at step {step}, since its code did not come from the background: {detail}",
-        "The numbers are right, and that step took longer. Report it with the error.",
-    ),
-    "waits-for-code": NoteKind("{subject} runs op by op until its code comes from the background"),
-    "compiled-at-once": NoteKind(
-        "{subject} is compiled where it is, not in the background: {detail}",
-        "The numbers are right, and that step took longer.",
-    ),
-    "compiled-first": NoteKind(
-        'code is generated before it runs, whatever warmup="background" asks: {detail}',
-        "Nothing, or leave warmup= out.",
-    ),
     "cache-read-only": NoteKind(
         "{subject} cannot be written: its content is linked into {folder}, where new code is kept",
         "Nothing: the code in the read-only folder is used.",
@@ -121,13 +105,6 @@ NOTES = {
 }
 
 REASONS = {
-    "no-code-at-all": NoteKind("the executor generates no code"),
-    "other-key": NoteKind("what was made there is not what is needed here"),
-    "memory-is-planned": NoteKind("the step's memory is planned for its code, and op by op it would take more"),
-    "code-is-verified": NoteKind("verify= is for the code that trains"),
-    "ranks-compile-together": NoteKind("several ranks train, whose code is shared"),
-    "no-code-cache": NoteKind("Inductor's cache is off, by which code would come"),
-    "cannot-defer": NoteKind("this version of torch, or this system, cannot send graphs to another process"),
     "graph-limit": NoteKind(
         "Dynamo's limit of {limit} graphs is reached (layers, adapters or arguments differ too much)",
         "Use fewer kinds of layers, adapters or arguments, or raise torch._dynamo.config.recompile_limit.",

@@ -362,6 +362,3 @@ def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, ou
     delta = (grad.float() * out0.float()).sum(-1).t().contiguous()
     made = template.backward(grad, q, k, v, out1, delta, offsets, longest, scale, window, softcap)
     return [*made, _sinks_gradient(grad, out0, out1, sinks)]
-
-
-varlen_attention.large = varlen_attention_backward.large = True  # scores of all pairs, in fp32

@@ -251,6 +251,5 @@ def _(grad, q, k, v, scale, out0, out1):
     return causal_attention_in_blocks_backward(grad, q, k, v, scale, out0, out1)
 
 
-causal_attention.large = causal_attention_backward.large = True  # scores of all pairs, in fp32
 causal_attention.room = causal_attention_in_blocks.room = _room
 causal_attention_backward.room = causal_attention_in_blocks_backward.room = _backward_room

@@ -37,8 +37,6 @@ class RegionReport:
     changes: list[Change]  #: operations that each pass added or removed in the last graph; none of `lower` if cached
     breaks: list[str]  #: reasons of graph breaks
     seconds: float = 0.0  #: that its compilations took
-    #: with `warmup="background"`: `step`, `seconds` and `error` of each time it changed over to its code
-    changed_over: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,6 @@ def _region_report(region: Region, layers: int) -> RegionReport:
         changes=[change for c in pieces for change in c.changes],
         breaks=[reason for variant in region.variants.values() for reason in variant.breaks],
         seconds=region.effort.seconds,
-        changed_over=[] if region.background is None else region.background.changes_of(region.name),
     )
 
 

@@ -75,7 +75,7 @@ def _behave_as(model: nn.Module) -> list[Note]:
 def _tell_of_settings(state: State, settings: Settings) -> None:
     """Warn of options of a second call that count for nothing."""
     plain = Settings(())
-    names = ("memory", "precision", "executor", "offload_dir", "host_embedding", "warmup")
+    names = ("memory", "precision", "executor", "offload_dir", "host_embedding")
     values = [(getattr(settings, name), getattr(plain, name), getattr(state.settings, name)) for name in names]
     if any(given not in (default, held) for given, default, held in values):
         log.warning("tunecompile: %s", note("optimized-already", type(state.model).__name__))

@@ -64,7 +64,6 @@ class Course:
     """Of one compilation."""
 
     cached: bool = False  #: whether no code was generated
-    waits: bool = False  #: whether it is generated in the background
 
 
 @dataclass
@@ -114,9 +113,8 @@ class CompileEffort:
             took = time.perf_counter() - begin
             self.seconds, self.longest = self.seconds + took, max(self.longest, took)
             code = ", code from Inductor's cache" if course.cached else ""
-            done = "traced, and runs op by op until its code is there," if course.waits else "compiled"
             level = logging.WARNING if took > SLOW else logging.INFO
-            tell(level, f"{self.region} ({place}) {done} in {took:.1f} s{'' if course.waits else code}")
+            tell(level, f"{self.region} ({place}) compiled in {took:.1f} s{code}")
 
 
 def tell(level: int, text: str) -> None:

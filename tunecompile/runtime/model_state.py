@@ -16,7 +16,6 @@ from tunecompile.errors import NotOptimized
 from tunecompile.integrations.rank_store import RankStore
 from tunecompile.notes import Note
 from tunecompile.planner.device_memory import Spec
-from tunecompile.runtime.background.waiting import Background
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.evaluation import Evaluation
 from tunecompile.runtime.layers.find_layers import LayerStack
@@ -30,7 +29,6 @@ from tunecompile.runtime.unpad.unpad import Unpadding
 
 ATTRIBUTE = "_tunecompile"  #: of a model: where its `State` is
 Precision = Literal["fp8"]
-Warmup = Literal["background"]
 
 
 class Verdicts(Protocol):
@@ -61,7 +59,6 @@ class Settings:
     offload_dir: Path | None = None
     host_embedding: bool = False
     verify: Verify | None = None  #: called once, before the first training step
-    warmup: Warmup | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,6 @@ class State(NotCopied):
         self.evaluations: list[Evaluation] = []  #: one beside each of these
         self.replays = GraphReplays()
         self.kept = WeightCache()
-        self.background = None if settings.warmup is None else Background()
         self.notes: list[Note] = []
 
     def part(self, kind: type[P]) -> P:

@@ -12,11 +12,11 @@ from torch import nn
 from tunecompile import passes as own_passes
 from tunecompile.compiler.backend import Executor
 from tunecompile.compiler.plugins import pipeline
-from tunecompile.errors import NotAModule, UnknownPrecision, UnknownWarmup
+from tunecompile.errors import NotAModule, UnknownPrecision
 from tunecompile.planner.device_memory import HostGauge, Spec, budget_bytes, gauge_of, host_budget_bytes
 from tunecompile.report.report import Report, summarize
 from tunecompile.runtime.attach import attach, restore
-from tunecompile.runtime.model_state import Precision, Settings, Warmup, is_optimized, state_of
+from tunecompile.runtime.model_state import Precision, Settings, is_optimized, state_of
 from tunecompile.verification import verify as verification
 
 __all__ = ["free", "optimize", "report", "restore"]
@@ -32,7 +32,6 @@ def optimize(
     precision: Precision | None = None,
     verify: bool = False,
     executor: Executor = "inductor",
-    warmup: Warmup | None = None,
 ) -> nn.Module:
     """Compile the training step of `model` in place and return the same object.
 
@@ -72,12 +71,6 @@ def optimize(
             every rank's report covers all of them.
         executor: "inductor" generates code; "eager" runs the rewritten graphs op by op, to distinguish a fault of a
             pass from a fault of code generation.
-        warmup: None: a region's code is generated before its first call. "background": a process of its own generates
-            it while the first steps run, and a region runs op by op until its code is there.
-            `tunecompile.report(model)` says at which step it changed over. Losses before and after that differ by
-            rounding, so that two runs of one seed do, too. Until then a step takes longer, and more memory, than it
-            does with code. With a budget, several ranks, or `verify`, code is generated first all the same, and the
-            report says so.
 
     The environment variable TUNECOMPILE=0 turns this function into a no-op. TUNECOMPILE_DUMP=folder writes the graphs
     after each pass to that folder. Installed packages may provide their own passes (the entry-point group
@@ -90,7 +83,6 @@ def optimize(
     Raises:
         NotAModule: `model` is not an `nn.Module`.
         UnknownPrecision: `precision` is neither None nor "fp8".
-        UnknownWarmup: `warmup` is neither None nor "background".
         UnknownBudget: `memory` or `host_memory` is none of the forms above.
         InvalidPackage: passes of an installed package cannot be used; the message says why, and how to disable them.
         UnknownEntryPoint: TUNECOMPILE_PASSES names an entry point that is not installed.
@@ -99,8 +91,6 @@ def optimize(
         raise NotAModule(type=type(model).__name__)
     if precision not in (None, *get_args(Precision)):
         raise UnknownPrecision(given=precision)
-    if warmup not in (None, *get_args(Warmup)):
-        raise UnknownWarmup(given=warmup)
     budget_bytes(memory, HostGauge())  # raises here for an invalid budget, not in the first step
     host_bytes = host_budget_bytes(host_memory)
     if os.environ.get("TUNECOMPILE") == "0":
@@ -114,7 +104,6 @@ def optimize(
         Path(offload_dir) if offload_dir is not None else None,
         host_embedding,
         verification.verify if verify else None,
-        warmup,
     )
     return attach(model, settings)
 

@@ -40,7 +40,6 @@ class Options(BaseModel):
     precision: Literal["fp8"] | None = None
     verify: bool = False
     executor: Literal["inductor", "eager"] = "inductor"
-    warmup: Literal["background"] | None = None
 
 
 class Arguments(BaseModel):

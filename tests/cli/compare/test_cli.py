@@ -80,7 +80,6 @@ def test_names_of_systems():
     assert (
         spec.SYSTEMS["tunecompile-fp8"].precision == "fp8" and spec.SYSTEMS["tunecompile-fp8"].engine == "tunecompile"
     )
-    assert spec.Job(system="tunecompile-background", model="m").warmup == "background"
     assert names("eager,liger,compile,unsloth", True) == ["hf-checkpoint", "liger-checkpoint", "compile", "unsloth"]
 
 

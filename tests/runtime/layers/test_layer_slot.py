@@ -95,7 +95,6 @@ class Kind:
             sizes=sizes,
             classes=SimpleNamespace(version=7),
             weights_read=more.get("read", False),
-            background=more.get("background"),
             masked=SimpleNamespace(known=more.get("known", False)),
         )
         self.slot = SimpleNamespace(
@@ -111,12 +110,6 @@ class Kind:
 
 
 HIDDEN = torch.zeros(2, 6, 4)
-
-
-@pytest.mark.parametrize("background", [None, "background"])
-def test_other_sizes_are_a_kind_of_their_own_where_code_comes_from_the_background(monkeypatch, background):
-    """Code for all sizes that comes later would else take the place of that for the first ones."""
-    assert Kind(monkeypatch, background=background)(HIDDEN)[0].others is (background is not None)
 
 
 @pytest.mark.parametrize("scores", [False, True])

@@ -36,8 +36,8 @@ def compile_once(monkeypatch):
                 courses.append(course)
                 yield course
 
-        def compiled(gm, inputs, goes_on, waits):
-            assert inputs == [] and goes_on is False and waits is False and traced == [1]
+        def compiled(gm, inputs, goes_on):
+            assert inputs == [] and goes_on is False and traced == [1]
             contexts.extend(SimpleNamespace(ran=each) for each in ran)
             unread.append(gm.meta[WEIGHTS_UNREAD])
             return gm.forward
@@ -47,11 +47,11 @@ def compile_once(monkeypatch):
         monkeypatch.setattr(variant, "current_frame", lambda: 0)
         monkeypatch.setattr(variant, "forget_specialized", lambda: traced.append("forgotten"))
         effort = CompileEffort("layers", nodes=0 if refused else 100)
-        backend = type("Backend", (), {"contexts": contexts, "jobs": [], "__call__": staticmethod(compiled)})()
+        backend = type("Backend", (), {"contexts": contexts, "__call__": staticmethod(compiled)})()
         made = SimpleNamespace(
             **dict(graphs=0, batch=0, breaks=[], recompiles=[], contexts=[], integers_change=False),
             **dict(histories=defaultdict(History), effort=effort, backend=backend, _traced=lambda: traced.append(1)),
-            **{"flat": False, "unread": False, "waits": False, "jobs": [], **state},
+            **{"flat": False, "unread": False, **state},
             _by_masks=lambda gm: (None, ()),
         )
         gm = fx.symbolic_trace(torch.nn.Tanh())

@@ -15,6 +15,6 @@ __all__ = ["code_of_layers"]
 
 @contextlib.contextmanager
 def code_of_layers() -> Iterator[None]:
-    """Inside, code is generated as that of a layer, in the training as in a process that does it for the training."""
+    """Inside, code is generated as that of a layer."""
     with templates_fuse_products(), in_order(), keys_without_storages(), nothing_copied_to_itself():
         yield

@@ -16,8 +16,7 @@ FullFlag = Annotated[bool, typer.Option("--full", help="Train all weights.", ric
 Systems = Annotated[
     str,
     typer.Option(
-        help="Comma-separated: eager, compile, liger, unsloth, tunecompile, tunecompile-fp8, tunecompile-background "
-        "(its first steps run without code, which is made beside them), and -checkpoint variants. "
+        help="Comma-separated: eager, compile, liger, unsloth, tunecompile, tunecompile-fp8, and -checkpoint variants. "
         "The table shows their versions. A system that is not installed is a row that says how to install it."
     ),
 ]

@@ -173,8 +173,7 @@ def apply_system(model: nn.Module, job: Job) -> nn.Module:
         import tunecompile
 
         precision = cast("Literal['fp8'] | None", job.precision)
-        warmup = cast("Literal['background'] | None", job.warmup)
-        model = tunecompile.optimize(model, memory=job.memory, precision=precision, warmup=warmup)
+        model = tunecompile.optimize(model, memory=job.memory, precision=precision)
     return model
 
 

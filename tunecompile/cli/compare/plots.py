@@ -23,7 +23,6 @@ COLOURS = {
     "unsloth-padding-free": "#34d399",
     "tunecompile": "#2563eb",
     "tunecompile-fp8": "#db2777",
-    "tunecompile-background": "#60a5fa",
     "reference": "#111827",
 }
 

@@ -27,7 +27,6 @@ class System:
     precision: str | None = None  # of tunecompile, besides the model's own
     padding_free: bool = False  # gets batches as one row without padding
     memory: str | None = None  # the memory budget of tunecompile
-    warmup: str | None = None  # of tunecompile: what steps do before there is code
 
     @property
     def installed(self) -> bool:
@@ -59,7 +58,6 @@ SYSTEMS = {
         System("unsloth-padding-free", "unsloth", checkpointing=False, package="unsloth", padding_free=True),
         System("tunecompile", "tunecompile"),
         System("tunecompile-fp8", "tunecompile", precision="fp8"),
-        System("tunecompile-background", "tunecompile", warmup="background"),
         System(REFERENCE, REFERENCE),
     )
 }
@@ -178,11 +176,6 @@ class Job:
     def precision(self) -> str | None:
         """The precision of the system, besides the model's own."""
         return system(self.system).precision
-
-    @property
-    def warmup(self) -> str | None:
-        """What steps of the system do before there is code."""
-        return system(self.system).warmup
 
     @property
     def memory(self) -> str | None:

@@ -332,8 +332,7 @@ class LayerSlot(PlacedLayer):
             and self.region.sizes.differ(self.place)
         )
         gives = gives and not any(is_mask(each) for _, each in tensors)
-        others = self.region.background is not None and others
-        return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out, others, gives), sizes
+        return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out, gives), sizes
 
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients, by the code that trains: of another graph some sums are rounded otherwise."""

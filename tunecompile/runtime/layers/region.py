@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile.compiler.backend import Backend, CompiledAs, Executor
 from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
@@ -20,7 +19,6 @@ from tunecompile.integrations.kernel_functions import TokenLoops
 from tunecompile.integrations.packed_experts.stacks import guards_of_all
 from tunecompile.notes import Note
 from tunecompile.planner.solver import KEEP, Plan
-from tunecompile.runtime.background.waiting import Background
 from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes
@@ -40,10 +38,8 @@ class CallKind(NamedTuple):
     tensors: tuple  #: what it guards in each function: dtypes, say
     flat: bool = False  #: whether it is a call on a row of documents
     unread: bool = False  #: whether its caller says that it does not read attention weights
-    #: whether its sizes are others than the first ones. Where code comes from the background, these have a function of
-    #: their own: that of the first ones is not traced anew when there is code for all others
-    others: bool = False
-    #: whether it is of such sizes without a mask, and may be given one, to run by the graph of calls that have some
+    #: whether its sizes are others than the first ones, and it has no mask, but may be given one, to run by the graph
+    #: of calls that have one
     gives: bool = False
 
 
@@ -57,7 +53,6 @@ class Region:
     replays: GraphReplays | None = None
     precision: str | None = None
     kept: WeightCache | None = None
-    background: Background | None = None
     backends: dict[Plan | str, Backend] = field(default_factory=dict)
     variants: dict[tuple[Plan | str, CallKind], Variant] = field(default_factory=dict)
     sizes: DynamicShapes = field(default_factory=DynamicShapes)
@@ -130,8 +125,7 @@ class Region:
         return self._backend(name, plan, backward=False)
 
     def _backend(self, name: str, plan: Plan, **others: Any) -> Backend:
-        compiler = None if self.background is None else self.background.compiler
-        return Backend(name, self.passes, self.executor, plan, precision=self.precision, background=compiler, **others)
+        return Backend(name, self.passes, self.executor, plan, precision=self.precision, **others)
 
     def scoring(self, kind: CallKind, scaled_by_0: bool = False, way: str = SCORING) -> Variant:
         """The variant of a forward without gradients: it saves nothing, so it has no plan and is not recorded.
@@ -150,25 +144,17 @@ class Region:
     def _variant(self, way: Plan | str, kind: CallKind, name: str, make: Callable[[str], Backend]) -> Variant:
         key = (way, kind)
         known = self.variants.get(key)  # hashed once a call
-        if known is not None and known.jobs and in_checkpoint() and not in_backward():
-            self.change_over(key)  # the backward will repeat this call, which may be by code then
-            known = None
         if known is None:
             if way not in self.backends:
                 self.backends[way] = make(name)
-            waits = self.background is not None and self.background.takes(self.name, key)
-            known = self.variants[key] = self._made(name, self.backends[way], kind, way, waits)
+            known = self.variants[key] = self._made(name, self.backends[way], kind, way)
         return known
 
-    def _made(
-        self, name: str, backend: Backend, kind: CallKind, way: Plan | str | None, waits: bool = False
-    ) -> Variant:
+    def _made(self, name: str, backend: Backend, kind: CallKind, way: Plan | str | None) -> Variant:
         """way: None where the plan is made later."""
-        setting = self.settings[(kind.flat, kind.unread, kind.others, kind.gives, *kind.setting)]
+        setting = self.settings[(kind.flat, kind.unread, kind.gives, *kind.setting)]
         compiled_as = CompiledAs(self.itself, setting, way)
-        if self.background is not None:  # Dynamo keeps by name what it has learnt of sizes, also of other models'
-            name += "_other_sizes" if kind.others else "_first_sizes"
-        made = Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread, waits)
+        made = Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread)
         if not is_of_evaluation(way):  # of which training steps learn nothing
             made.masked = self.masked
         made.gives = kind.gives
@@ -177,14 +163,6 @@ class Region:
     def forget(self, variant: Variant) -> None:
         """No call runs it any more."""
         self.variants = {key: each for key, each in self.variants.items() if each is not variant}
-
-    def change_over(self, key: tuple[Plan | str, CallKind]) -> None:
-        """The next call of this kind is compiled anew. A backward that is still to come runs what its forward did."""
-        changed = self.variants.pop(key)
-        if changed.breaks:  # others may run its pieces
-            alike = [other for other, each in self.variants.items() if each.compiled_as == changed.compiled_as]
-            self.variants = {other: each for other, each in self.variants.items() if other not in alike}
-        self.itself = object()  # no piece that was compiled before serves the next variant
 
 
 def _suffix(plan: Plan) -> str:

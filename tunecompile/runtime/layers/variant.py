@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.dynamo import (
     TorchRuntimeError,
     call_whole,
@@ -105,14 +104,11 @@ class Variant:
         flat: bool = False,
         guards: Callable[[Sequence[Any]], list[bool]] | None = None,
         unread: bool = False,
-        waits: bool = False,
     ):
         """
         compiled_as: pieces that a variant with an equal one has compiled serve this one, too.
         guards: which of Dynamo's guards count, as torch.compile's option `guard_filter_fn`; None for all.
-        waits: whether graphs may run op by op until their code comes from the background.
         """
-        self.waits, self.jobs = waits, []
         self.flat = flat  #: whether it runs on rows of documents
         self.unread = unread  #: whether attention weights that it returns are not read
         self.compiled_as = compiled_as
@@ -197,14 +193,11 @@ class Variant:
         if self.flat and mixes is not None:
             raise NotTokenWise(mixes)
         gm.meta[WEIGHTS_UNREAD] = self.unread and not self.breaks  # which the next piece may read
-        waits = self.waits and not in_backward() and not in_checkpoint()  # what is computed twice stays of one kind
         with _saving_here():
-            before, jobs = len(self.backend.contexts), len(self.backend.jobs)
+            before = len(self.backend.contexts)
             with self.effort.timed() as course:
-                compiled = self.backend(gm, inputs, history.goes_on, waits)
+                compiled = self.backend(gm, inputs, history.goes_on)
                 made = self.backend.contexts[before:]
-                self.jobs += self.backend.jobs[jobs:]
-                course.waits = len(self.backend.jobs) > jobs
                 course.cached = bool(made) and not any("lower" in context.ran for context in made)
             forget_specialized()
         if why is not None:

@@ -1,6 +1,5 @@
 """The features of an optimized model, one file each. A feature is a file here and a line of `PARTS`."""
 
-from tunecompile.runtime.background.part import BackgroundCode
 from tunecompile.runtime.parts.checkpointing import Checkpointing
 from tunecompile.runtime.parts.dense_weights import DenseWeights
 from tunecompile.runtime.parts.first_step import FirstStepCheck
@@ -34,13 +33,11 @@ PARTS = (
     DenseWeights,
     MemoryBudget,
     GrowingSegments,  # where no budget is
-    BackgroundCode,  # not under a budget
     StepTelemetry,
 )
 
 __all__ = [
     "PARTS",
-    "BackgroundCode",
     "Checkpointing",
     "DenseWeights",
     "FirstStepCheck",

@@ -64,7 +64,7 @@ class Layers(Part):
         for norm in find_norms(stack.owner):
             if slot_of(norm) is None:
                 name = "_".join((*stack.path.split(".")[:-1], type(norm).__name__))
-                region = Region(name, state.passes, state.settings.executor, background=state.background)
+                region = Region(name, state.passes, state.settings.executor)
                 slot = NormSlot(state.step, norm, region)
                 fill(norm, slot)
                 state.norms.append(slot)
@@ -103,8 +103,7 @@ class Layers(Part):
 
 
 def _region(state: State, name: str) -> Region:
-    shared = state.replays, state.precision, state.kept, state.background
-    return Region(name, state.passes, state.settings.executor, *shared)
+    return Region(name, state.passes, state.settings.executor, state.replays, state.precision, state.kept)
 
 
 class EntryHook(NotCopied):

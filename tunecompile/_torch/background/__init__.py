@@ -1,1 +1,0 @@
-"""Graphs that run op by op while another process generates their code."""

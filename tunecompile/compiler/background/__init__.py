@@ -1,1 +1,0 @@
-"""Processes that generate code while the training runs, and what is said between them and it."""
