@@ -119,8 +119,8 @@ class Partitioner(_Hook, CustomPartitionerFn):
         self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, plan: Plan
     ) -> tuple[GraphModule, GraphModule]:
         """Both graphs as a plan would lower them, made from a copy. Trials share the providers' graphs."""
-        known = dict(traced=self.context.traced, trial=True)
-        trial, context = copied(gm), Context(self.context.region, plan, self.context.precision, **known)
+        known, precision = self.context.traced, self.context.precision
+        trial, context = copied(gm), Context(self.context.region, plan, precision, traced=known, trial=True)
         run_stage(self.passes, "plan", trial.graph, context)
         moved, graphs = self._movable(trial.graph), _cut(trial, joint_inputs, kwargs, plan)
         for graph in graphs:

@@ -51,7 +51,7 @@ def compile_once(monkeypatch):
         made = SimpleNamespace(
             **dict(graphs=0, batch=0, breaks=[], recompiles=[], contexts=[], integers_change=False),
             **dict(histories=defaultdict(History), effort=effort, backend=backend, _traced=lambda: traced.append(1)),
-            **{"flat": False, "unread": False, **state},
+            **{"flat": False, "unread": False, "collects": 0, **state},
             _by_masks=lambda gm: (None, ()),
         )
         gm = fx.symbolic_trace(torch.nn.Tanh())

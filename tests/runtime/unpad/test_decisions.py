@@ -232,7 +232,7 @@ def test_a_presumed_mask_is_read_behind_the_second_layer():
 def test_a_call_that_is_run_again_keeps_what_it_kept(monkeypatch):
     """Scores whose logits are read at padding, and a mask that was taken for whole rows and is none."""
     refused, presumed = [], [(UnpadDecision(FlatBatch.of_whole_rows(2, 6, 0, torch.device("cpu"))), "a mask")]
-    monkeypatch.setattr(module, "decide", lambda mask, windows, watch, why: refused.append(why) or AS_IT_COMES)
+    monkeypatch.setattr(module, "decide", lambda mask, windows, watch, why, joins: refused.append(why) or AS_IT_COMES)
     monkeypatch.setattr(Presumptions, "presume", lambda *_: presumed.pop() if presumed else None)
     monkeypatch.setattr(Presumptions, "hold", lambda self, masks: not masks)
     made, layer, mask = unpadding(), nn.Linear(2, 2), torch.zeros(2, 1, 6, 6)

@@ -167,7 +167,7 @@ class _Reader(Interpreter):
 
     def _look_at_outputs(self, node: Node) -> None:
         """One row of tokens is the layer's result. Another one may be kept in an attribute, say, and its mean over a
-        batch counts padding. Beside it are what modules inside are asked for.
+        batch counts padding. Beside it are values of modules inside that the caller takes.
         """
         rows = 0
         for made in (self.env[each] for each in node.all_input_nodes):

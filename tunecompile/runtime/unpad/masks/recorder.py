@@ -63,7 +63,7 @@ class MaskRecorder(TorchFunctionMode):
             if self.padding is not None and not self.ended:
                 self.padding.follow(args, result)
             return result
-        return torch.zeros((), dtype=torch.bool)  # on the host: nothing is waited for
+        return torch.zeros((), dtype=torch.bool, device="cpu")  # nothing is waited for
 
 
 class _Padding:
