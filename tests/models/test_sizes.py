@@ -76,12 +76,11 @@ def test_families(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", mixtures.MIXTURES)
+@pytest.mark.parametrize(
+    "family", [family for family in mixtures.MIXTURES if family != "phimoe"]
+)  # PEFT wraps its router
 def test_experts_in_4_bits(family):
-    try:
-        model = zoo.quantize(mixtures.make(family).bfloat16(), torch.bfloat16)
-    except AttributeError as error:  # of a later transformers
-        pytest.skip(str(error))
+    model = zoo.quantize(mixtures.make(family).bfloat16(), torch.bfloat16)
     tunecompile.quantize_experts(model)
     traced(in_half(zoo.adapt(model, r=8)))
 

@@ -123,7 +123,9 @@ def test_attention_weights_are_read_by_the_next_piece(compile_once, unread, reas
 
 def test_rows_of_documents_are_compiled_whole_and_by_tokens(compile_once, monkeypatch):
     told, asked = [None, note("mixes-tokens", "a sum")], []
-    monkeypatch.setattr(variant, "why_not_token_wise", lambda gm, unread: asked.append(unread) or told.pop(0))
+    monkeypatch.setattr(
+        variant, "why_not_token_wise", lambda gm, unread, collected: asked.append(unread) or told.pop(0)
+    )
     monkeypatch.setattr(variant, "specialize_floats", lambda gm: asked.append("floats"))
     compile_once(["plan"], flat=True, unread=True)
     assert asked == ["floats", True]
