@@ -20,15 +20,17 @@ TURN = $(shell git rev-parse HEAD 2>/dev/null)
 HOSTS := $(basename $(notdir $(wildcard tests/hosts/*.txt)))
 HOST ?= $(HOSTS)
 
-PIP_FLAGS := --disable-pip-version-check -q
+PIP_FLAGS := --disable-pip-version-check -q --no-compile
 
 ifdef NO_VENV
 PY := $(PYTHON)
 READY := links
+DEMO := links
 SPREAD :=
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
 SPREAD := -n auto --maxprocesses 4 --dist worksteal
 endif
 
@@ -39,15 +41,30 @@ all: test
 define environment
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep '^torch==' $<)
-	$(@D)/bin/python -m pip install $(PIP_FLAGS) -c $< -e '.[all,test,lint]'
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) -c $< -e '.[all]'
 	touch $@
 endef
 
-$(VENV)/.ready: constraints.txt pyproject.toml
+# Bytecode by all cores: pip compiles with one, 40 s. (Some packages have files that are no Python of this version.)
+define tools
+	$(@D)/bin/python -m pip install $(PIP_FLAGS) -c $(1) -e '.[all,test,lint]'
+	$(@D)/bin/python -m compileall -qq -j 0 $(@D)/lib || true
+	touch $@
+endef
+
+# What the demo needs, in half the time.
+$(VENV)/.demo: constraints.txt pyproject.toml
 	$(environment)
 
-.venv-%/.ready: constraints-%.txt pyproject.toml
+$(VENV)/.ready: $(VENV)/.demo
+	$(call tools,constraints.txt)
+
+.PRECIOUS: .venv-%/.demo
+.venv-%/.demo: constraints-%.txt pyproject.toml
 	$(environment)
+
+.venv-%/.ready: .venv-%/.demo
+	$(call tools,constraints-$*.txt)
 
 # A host's own versions go before those of the tests' environment, which has the rest: no host brings a torch of its own.
 .venv-host-%/.ready: tests/hosts/%.txt pyproject.toml $(READY)
@@ -62,8 +79,8 @@ links:
 	ln -sfn ../passes tunecompile/passes
 	ln -sfn ../templates tunecompile/templates
 
-demo: $(READY)
-	$(PY) -m tunecompile demo --data benchmarks/data/wordnet.jsonl --systems $(SYSTEMS) --out $(OUT) $(ARGS)
+demo: $(DEMO)
+	PYTHONDONTWRITEBYTECODE= $(PY) -m tunecompile demo --data benchmarks/data/wordnet.jsonl --systems $(SYSTEMS) --out $(OUT) $(ARGS)
 
 test: $(READY)
 	$(if $(SPREAD),OMP_NUM_THREADS=1) $(PY) -m pytest -m "not gpu and (not slow or turn)" $(if $(TURN),--turn-of $(TURN)) $(SPREAD) $(ARGS)

@@ -116,7 +116,7 @@ def demo(
         Path, typer.Option(help="The WordNet questions: benchmarks/data/wordnet.jsonl of the source tree.")
     ],
     systems: types.Systems = "eager,tunecompile",
-    steps: Annotated[int, typer.Option(min=4)] = 24,
+    steps: Annotated[int, typer.Option(min=4)] = 16,
     trainer: Annotated[str, typer.Option(help="sft or loop.")] = "sft",
     out: types.Out = Path("reports/demo"),
 ) -> None:
