@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HOME", "Capture", "collecting", "collects_attention", "give_back", "replace", "taken_back"]
+__all__ = ["HOME", "Capture", "collecting", "collects_attention", "give_back", "replace", "take_back"]
 
 HOME = "transformers.utils.output_capturing"  #: where its hooks come from
 _HIDDEN = "hidden_states"  #: its hook takes the first layer's input, too, and is left to itself
@@ -41,6 +42,16 @@ class Capture:
         return None
 
 
+@dataclass(frozen=True)
+class Collected:
+    """What one call of a layer collected."""
+
+    asked: int = 0  #: hooks
+    places: list[tuple[list, int]] = field(
+        default_factory=list
+    )  #: transformers' lists, and how many values are its own
+
+
 def collects_attention(owner: nn.Module | None) -> bool:
     """Whether a model of transformers takes attention weights from modules inside its layers, where it is asked."""
     kinds = getattr(type(owner), "_can_record_outputs", None)
@@ -50,7 +61,7 @@ def collects_attention(owner: nn.Module | None) -> bool:
 @contextlib.contextmanager
 def collecting(
     hooks: Iterable[dict[int, Any]], repeats: bool, leave: Callable[[Tensor], Tensor] | None = None
-) -> Iterator[int]:
+) -> Iterator[Collected]:
     """Around one call of a layer, compiled: what its hooks find goes where transformers collects.
 
     Args:
@@ -60,45 +71,33 @@ def collecting(
             batch.
 
     Yields:
-        How many hooks are asked.
+        How many hooks are asked, and what was collected once the call is over.
     """
     captures = replace(hooks)
     if not captures:
-        yield 0
+        yield Collected()
         return
-    active = _collector(captures)
+    active = captures[0].hook.__globals__["_active_collector"].get()
     for capture in captures:
         if not repeats:
             capture.wanted = active is not None and capture.key in active
         capture.found.clear()
     try:
-        yield sum(capture.wanted for capture in captures)
+        collected = Collected(sum(capture.wanted for capture in captures))
+        yield collected
         for capture in captures if active is not None and not repeats else ():
             if capture.wanted:
                 active[capture.key].extend(capture.found if leave is None else map(leave, capture.found))
+                collected.places.append((active[capture.key], len(capture.found)))
     finally:
         for capture in captures:
             capture.found.clear()
 
 
-@contextlib.contextmanager
-def taken_back(hooks: Iterable[dict[int, Any]], *refused: type[BaseException]) -> Iterator[None]:
-    """Around one call of a layer, after which it may have to run again: where it is refused, what transformers
-    collected inside is dropped.
-    """
-    active = _collector(replace(hooks))
-    before = {key: len(values) for key, values in active.items()} if active else {}
-    try:
-        yield
-    except refused:
-        for key, count in before.items():
-            del active[key][count:]
-        raise
-
-
-def _collector(captures: list[Capture]) -> dict[str, list] | None:
-    """Where transformers collects outputs in the call that is under way."""
-    return captures[0].hook.__globals__["_active_collector"].get() if captures else None
+def take_back(collected: Collected) -> None:
+    """Drop what a call collected: the layer runs again."""
+    for values, count in collected.places:
+        del values[len(values) - count :]
 
 
 def replace(hooks: Iterable[dict[int, Any]]) -> list[Capture]:

@@ -12,7 +12,10 @@ from tests.support import zoo
 from tests.support.notes import EAGER, find, has
 from tests.support.reports import flattened
 from tests.support.tokenizers import byte_level
+from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import loss_caller
+from tunecompile.notes import note
+from tunecompile.runtime.unpad.handed_on import RowCall
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -170,3 +173,26 @@ def test_trls_trainer_has_the_router_loss_by_default(tmp_path):
         losses.append([(float(log["loss"]), float(log["aux_loss"])) for log in logs])
     assert flattened(ours) >= 3 and len(losses[0]) == 4
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_logits_of_a_row_that_is_refused_are_taken_back(monkeypatch):
+    """Whole rows of attention that is written out run as documents; these run again as they come, and count once."""
+
+    def refuse(*_):
+        raise NotTokenWise(note("output-holds-more"))
+
+    from transformers.models.gpt_oss import modeling_gpt_oss as home
+
+    real, counts = home.load_balancing_loss_func, []
+
+    def load_balancing_loss_func(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+        counts.append(len(gate_logits))
+        return real(gate_logits, num_experts, top_k, attention_mask)
+
+    monkeypatch.setattr(home, "load_balancing_loss_func", load_balancing_loss_func)
+    monkeypatch.setattr(RowCall, "hand_on", refuse)
+    ours, model = trained_routers("gpt_oss")
+    assert_same(ours, model, rows(17, 17))
+    assert counts == [2, 2]
+    assert has(ours, "packing-kept", reason="output-holds-more"), tunecompile.report(ours)

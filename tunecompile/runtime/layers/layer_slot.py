@@ -67,6 +67,7 @@ class LayerSlot(PlacedLayer):
         self.gives = False  #: whether the call that runs may be given masks
         self.batch = 0  #: the number of its owner's call in which it trained last
         self.flat: FlatBatch | None = None  #: the row that the call under way runs on
+        self.collected = output_capturing.Collected()  #: by that call
 
     @property
     def padding(self) -> Unpadding | None:
@@ -106,11 +107,13 @@ class LayerSlot(PlacedLayer):
         if (row := RowCall.of(flat, mask, args, kwargs, keep)) is None:
             return self._padded(note("argument-given", "one without tokens"), flat, mode, args, kwargs)
         try:
-            with output_capturing.taken_back(self.inside.hooks, NotTokenWise):
-                output = self._run_on(row, mode, args, kwargs)
+            output = self._run_on(row, mode, args, kwargs)
         except NotTokenWise as refused:
+            output_capturing.take_back(self.collected)
             self._forget_variant(flat)
             return self._padded(refused.reason, flat, mode, args, kwargs)
+        finally:
+            self.collected = output_capturing.Collected()  # its lists hold values
         return flat.leave(output, keep)
 
     def _run_on(self, row: RowCall, mode: Mode, args: tuple, kwargs: dict) -> Any:
@@ -376,7 +379,10 @@ class LayerSlot(PlacedLayer):
         self.variant.batch = self.step.batches
         leave = None if self.flat is None else self.flat.leave_inside
         captured = output_capturing.collecting(self.hooks, in_backward(), leave)
-        with context_parallel.outside(self.padding), captured as self.variant.collects:
+        with context_parallel.outside(self.padding), captured as collected:
+            self.variant.collects = collected.asked
+            if self.flat is not None:
+                self.collected = collected
             output = self.variant.call(self.layer, *args, **kwargs)
         if shared is not None:
             shared.hand_back()

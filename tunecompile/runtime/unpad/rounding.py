@@ -93,7 +93,7 @@ class WithoutMask:
     @staticmethod
     def of(layer: nn.Module) -> WithoutMask:
         """Of a layer that has not been looked at."""
-        return WithoutMask([vars(module) for module in layer.modules() if "is_causal" in vars(module)])
+        return WithoutMask(_switches_of(layer))
 
     def runs(self, kind: tuple) -> Graph | None:
         """What a call of this kind runs; None where that is not known."""
@@ -293,8 +293,7 @@ class Rounding:
         """Whether modules of transformers' in layers say so. (Those of other packages are a reason of the watch's.)"""
         ids = [id(layer) for layer in self.members()]
         if self.switches is None or self.switches[0] != ids:
-            modules = (vars(module) for layer in self.members() for module in layer.modules())
-            self.switches = ids, [each for each in modules if "is_causal" in each]
+            self.switches = ids, [each for layer in self.members() for each in _switches_of(layer)]
         return all(each["is_causal"] for each in self.switches[1])
 
     def _pays(self, size: tuple[int, ...], tokens: int) -> bool:
@@ -354,6 +353,11 @@ class Rounding:
             self.computes = self.computes if tokens < self.computes else float("inf")
         elif waits is not None:
             self.computes = min(self.computes, tokens)
+
+
+def _switches_of(layer: nn.Module) -> list[dict[str, Any]]:
+    """Attributes of its modules that say whether attention is causal."""
+    return [vars(module) for module in layer.modules() if "is_causal" in vars(module)]
 
 
 def _is_alike(whole: Graph, flat: Graph, both_ways: bool) -> bool:
