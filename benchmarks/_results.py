@@ -74,6 +74,13 @@ def row_apart(command: Sequence[str], log: Path, seconds: float, **process: Any)
     return {"status": f"error: see {log}"} if failed else rows[-1]
 
 
+def save_packed(given: argparse.Namespace, folder: str, device: str) -> None:
+    """Save a shape model of random weights, its linears in 4 bits. given: has its name and number of layers."""
+    from tunecompile.cli.compare.shapes import save_shape_model
+
+    save_shape_model(given.model, folder, seed=0, device=device, layers=given.layers, quantise=True)
+
+
 def run_apart(
     given: argparse.Namespace,
     cases: dict[str, dict[str, Any]],

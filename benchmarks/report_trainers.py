@@ -17,6 +17,10 @@ GENERATION = (
     "**tunecompile**, ms",
     "as fast",
 )
+#: packages whose versions stand below a table, and their names in results
+ALONE = (("torch", "torch"), ("transformers", "transformers"))
+IN_TRAINERS = (*ALONE, ("TRL", "trl"), ("Unsloth", "unsloth"))
+IN_LOOPS = (*ALONE, ("PEFT", "peft"), ("Unsloth", "unsloth"))
 IMAGES = (
     "model, rows x text + image",
     "system",
@@ -82,8 +86,7 @@ def _table(
 
 def render_trainers(folder: Path = RESULTS) -> str:
     """A row for each trainer and system; ratios are only taken inside one file."""
-    packages = (("torch", "torch"), ("transformers", "transformers"), ("TRL", "trl"), ("Unsloth", "unsloth"))
-    return _table("trainers-*.json", folder, _rows, HEAD, packages)
+    return _table("trainers-*.json", folder, _rows, HEAD, IN_TRAINERS)
 
 
 def _rows(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -123,8 +126,7 @@ def render_runs(folder: Path = RESULTS) -> str:
         "default. Slow: steps after the third that took three times the median, or 5 s. Graphs are those that Dynamo\n"
         "captured, at which step.\n\n"
     )
-    packages = (("torch", "torch"), ("transformers", "transformers"), ("TRL", "trl"), ("Unsloth", "unsloth"))
-    return _table("run-*.json", folder, _whole_runs, RUNS, packages, text)
+    return _table("run-*.json", folder, _whole_runs, RUNS, IN_TRAINERS, text)
 
 
 def _whole_runs(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -159,8 +161,7 @@ def render_vision(folder: Path = RESULTS) -> str:
         "(`benchmarks/steps/vision.py`). Slow: steps after the second that took more than twice the median. Compiled\n"
         "late: graphs that were compiled after the second step. Tokens are those of text and images.\n\n"
     )
-    packages = (("torch", "torch"), ("transformers", "transformers"), ("PEFT", "peft"), ("Unsloth", "unsloth"))
-    return _table("vision-*.json", folder, _with_images, IMAGES, packages, text)
+    return _table("vision-*.json", folder, _with_images, IMAGES, IN_LOOPS, text)
 
 
 def _with_images(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -192,8 +193,7 @@ def _steps(run: dict[str, Any]) -> str:
 
 def render_generation(folder: Path = RESULTS) -> str:
     """A row for each cache, before and after the adapters changed: a plain model and an optimized one."""
-    packages = (("torch", "torch"), ("transformers", "transformers"))
-    return _table("generation-*.json", folder, _generated, GENERATION, packages)
+    return _table("generation-*.json", folder, _generated, GENERATION, ALONE)
 
 
 def _generated(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -223,8 +223,7 @@ def render_evaluation(folder: Path = RESULTS) -> str:
         "Batches in eval mode, of which the loss alone is read, after some training steps of that size\n"
         "(`benchmarks/steps/evaluation.py`).\n\n"
     )
-    packages = (("torch", "torch"), ("transformers", "transformers"), ("PEFT", "peft"), ("Unsloth", "unsloth"))
-    return _table("evaluation-*.json", folder, _evaluated, EVALUATION, packages, text)
+    return _table("evaluation-*.json", folder, _evaluated, EVALUATION, IN_LOOPS, text)
 
 
 def _evaluated(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -246,8 +245,7 @@ def _evaluated(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 def render_first_losses(folder: Path = RESULTS) -> str:
     """A row for each run of a model: eager, and compiled with empty and warm caches."""
-    packages = (("torch", "torch"), ("transformers", "transformers"))
-    return _table("first-loss-*.json", folder, lambda runs: [_first(run) for run in runs], FIRST, packages)
+    return _table("first-loss-*.json", folder, lambda runs: [_first(run) for run in runs], FIRST, ALONE)
 
 
 def _first(run: dict[str, Any]) -> list[str]:

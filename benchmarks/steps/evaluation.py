@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart
+from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart, save_packed
 from tunecompile.cli.compare.spec import Job, parse_shape, system
 
 
@@ -86,11 +87,6 @@ def main() -> int:
     if given.folder:
         print_row(measure(given))
         return 0
-    from tunecompile.cli.compare.shapes import save_shape_model
-
-    def save(folder: str, device: str) -> None:
-        save_shape_model(given.model, folder, seed=0, device=device, layers=given.layers, quantise=True)
-
     about = {"model": given.model, "mode": "qlora", "shape": given.shape, "trainer": None, "budget_gib": None}
     about |= {"layers": given.layers} if given.layers else {}
     cases = {
@@ -105,6 +101,7 @@ def main() -> int:
             f"training {training['step_ms']['median']:.1f} ms, {training['peak_gib']:.1f} GiB"
         )
 
+    save = partial(save_packed, given)
     return run_apart(given, cases, save, run=lambda name, *rest: run(given, name, *rest), tell=tell)
 
 

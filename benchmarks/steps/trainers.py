@@ -20,13 +20,14 @@ import random
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart
+from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart, save_packed
 from benchmarks._rows import draw_lengths, draw_tokens
 from tunecompile.cli.compare.spec import Job, system
 
@@ -193,11 +194,6 @@ def main() -> int:
     if given.folder:
         print_row(measure(given))
         return 0
-    from tunecompile.cli.compare.shapes import save_shape_model
-
-    def save(folder: str, device: str) -> None:
-        save_shape_model(given.model, folder, seed=0, device=device, layers=given.layers, quantise=True)
-
     cases = {}
     for trainer, name in itertools.product(given.trainers.split(","), given.systems.split(",")):
         about = {"system": name, "model": given.model, "mode": "qlora", "trainer": trainer}
@@ -210,7 +206,7 @@ def main() -> int:
     return run_apart(
         given,
         cases,
-        save,
+        partial(save_packed, given),
         run=lambda case, folder, seconds: run(given, *case.split(), folder, seconds),
         tell=lambda row: f"{row['step_ms']['median']:.1f} ms, {row['peak_gib']:.1f} GiB",
     )
