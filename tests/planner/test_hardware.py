@@ -131,7 +131,13 @@ def test_books_of_a_gpu(monkeypatch):
     def book(value):
         return lambda device: asked.append(device) or value
 
-    values = {"memory_allocated": 1, "max_memory_allocated": 2, "max_memory_reserved": 3, "memory_stats": {}}
+    counts = {"allocated_bytes": {"all": {"current": 1}}}
+    values = {
+        "memory_stats_as_nested_dict": counts,
+        "max_memory_allocated": 2,
+        "max_memory_reserved": 3,
+        "memory_stats": {},
+    }
     for name, value in {**values, "reset_peak_memory_stats": None}.items():
         monkeypatch.setattr(torch.cuda, name, book(value))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("emptied"))

@@ -61,6 +61,10 @@ class GraphRecorder(Protocol):
         """The callable to run in place of the compiled backward of the last forward."""
         ...
 
+    def link(self, run: Callable) -> Callable:
+        """The callable to run in place of a compiled graph of layers, with both."""
+        ...
+
 
 class WeightProvider(Protocol):
     """Gives weights to graphs in the layout that their products read; `runtime.memory.weight_cache` implements it."""
@@ -176,7 +180,8 @@ class Backend:
         self.contexts.append(context)
         if context.outputs:
             self.look = None
-        return compiled
+        replays = self.replays
+        return compiled if replays is None or replays.device != _device_type(inputs) else replays.link(compiled)
 
     def _note(self, code: str, error: Exception) -> None:
         """Log a failure, and keep it for the report."""

@@ -101,6 +101,8 @@ NOTES = {
         "Use fewer lengths of batches: each shape is recorded for itself.",
     ),
     "no-cuda-graph": NoteKind("no CUDA graph: {detail}"),
+    "stacks-replayed": NoteKind("layers that follow each other are replayed together ({count} recordings)"),
+    "no-stack-recorded": NoteKind("layers are recorded one by one: {detail}"),
 }
 
 REASONS = {

@@ -60,7 +60,7 @@ def said(monkeypatch):
             return 2.5
 
     stand_in = SimpleNamespace(
-        Event=Event, memory_reserved=lambda device: 7, empty_cache=lambda: calls.append("emptied"), Stream=Stream, CUDAGraph=CUDAGraph, stream=inside, device=inside,
+        Event=Event, memory_stats_as_nested_dict=lambda device: {"reserved_bytes": {"all": {"current": 7}}}, empty_cache=lambda: calls.append("emptied"), Stream=Stream, CUDAGraph=CUDAGraph, stream=inside, device=inside,
         current_stream=lambda: loop, graph_pool_handle=lambda: next(handles),
     )  # fmt: skip
     monkeypatch.setattr(capture.torch, "cuda", stand_in)

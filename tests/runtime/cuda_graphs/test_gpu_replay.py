@@ -1,4 +1,4 @@
-"""CUDA graphs of several shapes in one memory, on a GPU."""
+"""CUDA graphs of several shapes in one memory, on a GPU: of layers one by one, and of all together."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tunecompile.runtime.cuda_graphs import launch_bound, replay
+from tunecompile.runtime.cuda_graphs import launch_bound, replay, stacks
 from tunecompile.runtime.model_state import state_of
 
 pytest.importorskip("transformers")
@@ -27,6 +27,7 @@ def test_shapes_come_again_in_any_order(monkeypatch):
     """Smaller ones lie over a larger one; a larger one has them recorded anew; and each gives what eager gives."""
     # by the clock, work of other processes on this GPU would decide
     monkeypatch.setattr(launch_bound.Clock, "decide", lambda self: True)
+    monkeypatch.setattr(stacks, "MAX_BROKEN", 0)
     reference = zoo.adapt(zoo.make("llama", num_hidden_layers=4, hidden_size=256)).cuda().train()
     model = tunecompile.optimize(copy.deepcopy(reference))
     lengths = [64, *[48] * 4, *[32] * 4, *[96] * 4, *[48, 96, 32, 64] * 5]
@@ -46,3 +47,60 @@ def test_shapes_come_again_in_any_order(monkeypatch):
     _, theirs = gradients(reference, batch)
     ours = gradients(model, batch, between=lambda: tunecompile.free(model))  # the backward is still to come
     assert max(zoo.errors(ours[1], theirs).values()) < 2e-3
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_stacks_of_several_shapes(monkeypatch, padded):
+    """Their forwards save in one memory, dropout draws anew in each replay, and a second backward is right."""
+    monkeypatch.setattr(launch_bound.Clock, "decide", lambda self: True)
+    dtype = torch.bfloat16 if padded else torch.float32
+    reference = zoo.adapt(zoo.make("llama", num_hidden_layers=4, hidden_size=256)).cuda().to(dtype).train()
+    model = tunecompile.optimize(copy.deepcopy(reference))
+    exact = copy.deepcopy(reference).float()
+    lengths = [64, *[200] * 3, *[150] * 3, *[300] * 3, *[200, 300, 150, 64] * 3]
+    for seed, length in enumerate(lengths):
+        batch = zoo.batch(rows=2, length=length, seed=seed)
+        if padded:
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][0, length - 20 :] = 0
+            batch["labels"][0, length - 20 :] = -100
+        (loss, ours), (eager, theirs) = gradients(model, batch), gradients(reference, batch)
+        right, fp32 = gradients(exact, batch)
+        assert (loss - right).abs() <= 2 * (eager - right).abs() + (1e-3 if padded else 1e-4), (seed, length)
+        allowed = 2 * max(zoo.errors(theirs, fp32).values()) + 2e-3
+        assert max(zoo.errors(ours, fp32).values()) < allowed, (seed, length)
+    found = state_of(model).replays
+    assert found.stacks.recorded >= 3 and not found.stacks.broken, (found.notes(), found.stacks.recorded)
+    assert found.bytes < replay.MAX_SHARE * torch.cuda.get_device_properties(0).total_memory
+
+    batch = zoo.batch(rows=2, length=200, seed=99)
+    _, theirs = gradients(reference, batch)
+    _, ours = gradients(model, batch, between=lambda: tunecompile.free(model))  # the backward is still to come
+    assert max(zoo.errors(ours, theirs).values()) < (5e-2 if padded else 2e-3)
+
+
+def test_dropout_of_a_stack_draws_anew(monkeypatch):
+    monkeypatch.setattr(launch_bound.Clock, "decide", lambda self: True)
+    model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=3), lora_dropout=0.5).cuda().train())
+    batch = zoo.batch(rows=2, length=64, seed=0)
+    found = [gradients(model, batch) for _ in range(8)]
+    assert state_of(model).replays.stacks.recorded == 1
+    name = next(name for name in found[0][1] if "lora_A" in name)
+    replayed = [each[1][name] for each in found[-4:]]
+    assert all((a - b).abs().max() > 1e-6 for a, b in zip(replayed, replayed[1:]))
+
+
+def test_a_stack_whose_backward_runs_twice(monkeypatch):
+    monkeypatch.setattr(launch_bound.Clock, "decide", lambda self: True)
+    model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=3)).cuda().train())
+    batch = {name: value.cuda() for name, value in zoo.batch(rows=2, length=64, seed=0).items()}
+    for _ in range(5):
+        once = gradients(model, batch)[1]
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    model(**{**batch, "input_ids": batch["input_ids"].flip(1)})  # which may not write where that was saved
+    loss.backward()
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, 2 * once[name], rtol=1e-3, atol=1e-5)

@@ -15,7 +15,7 @@ from tests.support import zoo
 from tests.support.memory.cpu_recorder import CpuRecorder
 from tests.support.models.pairs import of_plain_layers
 from tests.support.notes import find, has
-from tunecompile.runtime.cuda_graphs import launch_bound, recorded_graph, replay
+from tunecompile.runtime.cuda_graphs import launch_bound, recorded_graph, replay, stacks
 from tunecompile.runtime.model_state import state_of
 
 pytest.importorskip("transformers")
@@ -25,6 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def adapted(model, *modules):
     return zoo.adapt(model, target_modules=list(modules)).train()
+
+
+@pytest.fixture(autouse=True)
+def layers_alone(monkeypatch):
+    """Layers are recorded one by one: all of them together are tests of test_stacks.py."""
+    monkeypatch.setattr(stacks, "MAX_BROKEN", 0)
 
 
 @pytest.fixture

@@ -39,8 +39,11 @@ def test_a_hook_is_found_wherever_it_is(where):
     watch = refusals.OwnerWatch(owner, lambda: tuple(owner.layers))
     assert watch.reason() is None
     handle = owner.get_submodule(where).register_forward_hook(lambda module, args, output: None)
+    assert watch.reason() is None, "in one call of the owner it is asked once"
+    watch.begin()
     assert watch.reason().code == "hook-on-module"
     handle.remove()
+    watch.begin()
     assert watch.reason() is None
 
 
@@ -54,10 +57,12 @@ def test_code_of_other_packages_is_found_wherever_it_is():
         module.forward = elsewhere
         assert watch.reason().code == "unknown-module"
         del module.forward
+        watch.begin()
         assert watch.reason() is None
         module.__class__ = type("Foreign", (kind,), {"forward": elsewhere})
         if place != "embed":  # what runs in layers is in their graphs
             watch.snapshot = None
+        watch.begin()
         assert watch.reason().code == "unknown-module"
 
 

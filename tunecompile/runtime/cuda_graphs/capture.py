@@ -112,7 +112,8 @@ class CudaRecorder:
             occupy_gpu(int(milliseconds * CYCLES))
 
     def memory(self, device: torch.device) -> tuple[int, int]:
-        return torch.cuda.memory_reserved(device), total_memory(device)
+        counts = torch.cuda.memory_stats_as_nested_dict(device)  # a quarter of what `memory_reserved` takes
+        return counts["reserved_bytes"]["all"]["current"], total_memory(device)
 
     def release(self) -> None:
         torch.cuda.empty_cache()

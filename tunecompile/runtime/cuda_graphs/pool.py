@@ -14,6 +14,11 @@ MAX_TRIES = 4  #: recordings of one layer and shape, until the layers' order has
 _numbers = count()
 
 
+def next_pool() -> int:
+    """The number of a pool that is no other's."""
+    return next(_numbers)
+
+
 class Holder(Protocol):
     """What recordings of several pools have in common."""
 
@@ -33,7 +38,7 @@ class RecordingPool:
     """
 
     def __init__(self, holder: Holder, places: Mapping[tuple, ShapeSlot]):
-        self.number = next(_numbers)
+        self.number = next_pool()
         self.holder = holder
         self.places = places  #: by shape and layer
         self.shapes: set[tuple] = set()  #: that were recorded

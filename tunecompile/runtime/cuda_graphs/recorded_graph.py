@@ -49,6 +49,11 @@ class Replays(Holder, Protocol):
     paused: bool
     tokens: int
 
+    @property
+    def learns(self) -> bool:
+        """Whether layers may be recorded together soon, and so are not yet by themselves."""
+        ...
+
     def room(self, inputs: Sequence[Any]) -> bool:
         """Whether recordings may take more memory."""
         ...
@@ -194,7 +199,8 @@ class Forward:
 
     def _may_record(self, clock: Clock, shape: tuple, place: ShapeSlot, inputs: list) -> bool:
         return (
-            (shape in self.pool.shapes or len(self.pool.shapes) < MAX_SHAPES)
+            not self.shared.learns
+            and (shape in self.pool.shapes or len(self.pool.shapes) < MAX_SHAPES)
             and (2 * place.seen >= place.layer.calls or not self._large(clock, device_of(inputs)))
             and self.shared.room(inputs)
             and recordable(inputs, self.shared.recorder.device)

@@ -48,7 +48,7 @@ class Recording:
         They have no other holder then: neither autograd, whose references torch counts, nor Python, whose it does not.
         (Under a checkpoint, or with hooks for saved tensors, Python alone may hold them.)
         """
-        return all(value._use_count() == 1 and getrefcount(value) == UNHELD for value in self.lent)
+        return are_unheld(self.lent)
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether no input moved that must not."""
@@ -136,6 +136,11 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         of_dtype[1].append(source)
     for some_targets, some_sources in by_dtype.values():
         torch._foreach_copy_(some_targets, some_sources)
+
+
+def are_unheld(values: list[Tensor]) -> bool:
+    """Whether nothing but this list holds the tensors: neither autograd nor Python."""
+    return all(value._use_count() == 1 and getrefcount(value) == UNHELD for value in values)
 
 
 def identity(value: Tensor) -> Any:

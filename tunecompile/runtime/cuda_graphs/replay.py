@@ -30,6 +30,7 @@ from tunecompile.runtime.cuda_graphs.launch_bound import Clock, HostTime
 from tunecompile.runtime.cuda_graphs.pool import RecordingPool
 from tunecompile.runtime.cuda_graphs.recorded_graph import Backward, Forward, Run
 from tunecompile.runtime.cuda_graphs.recording import Recording, device_of
+from tunecompile.runtime.cuda_graphs.stacks import Stacks
 
 MAX_SHARE = 0.25  #: of the device's memory that recordings may take beyond what the process had taken before each
 
@@ -51,6 +52,7 @@ class GraphReplays:
         self.tokens = 0  #: of the step; 0 where no plan of memory depends on it
         self.copying = HostTime()  #: on copies of saved tensors
         self.paused = False  #: whether calls run that no backward follows
+        self.stacks = Stacks(self)
 
     @property
     def device(self) -> str:
@@ -65,14 +67,24 @@ class GraphReplays:
     def backward(self, run: Run) -> Backward:
         return Backward(self, run)
 
+    def link(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled graph of layers, as it is called from now on: alone, or as a part of a recorded stack."""
+        return self.stacks.link(run)
+
     def forget(self) -> None:
         """Drop all recordings. Values that a pending backward needs live until then."""
+        self.stacks.forget()
         for graph in list(self.graphs):
             graph.forget()
         self.owners.clear()
         self.buffers.clear()
         self.recorder.forget()
         self.bytes = 0
+
+    @property
+    def learns(self) -> bool:
+        """Whether layers may be recorded together soon, and so are not yet by themselves."""
+        return self.stacks.learns
 
     @property
     def closed(self) -> bool:
@@ -101,25 +113,36 @@ class GraphReplays:
             found |= {layer: max(found.get(layer, 0.0), ms) for layer in graph.known}
         return sum(found.values())
 
-    def room(self, inputs: Sequence[Any]) -> bool:
-        """Whether recordings may take more memory. What is recorded stays so."""
-        if self._admitted() and self.bytes <= MAX_SHARE * self.recorder.memory(device_of(inputs))[1]:
+    def room(self, inputs: Sequence[Any], needed: int = 0, layers: int = 0) -> bool:
+        """Whether recordings may take more memory. What is recorded stays so.
+
+        Args:
+            inputs: of the call that is to be recorded.
+            needed: bytes that its recording takes, as far as is known.
+            layers: how many it has, where that is known.
+        """
+        device = device_of(inputs)
+        if (
+            self._admitted(needed, layers) and self.bytes + needed <= MAX_SHARE * self.recorder.memory(device)[1]
+        ):  # in this order: to look at memory takes a while
             return True
         if self.bytes:
             full = note("cuda-graphs-full", detail=f"{self.bytes / 2**30:.1f} GiB")
             self.failures += [full] if full not in self.failures else []
         return False
 
-    def _admitted(self) -> bool:
+    def _admitted(self, needed: int = 0, layers: int = 0) -> bool:
         """Whether the memory plan, if there is one, admits another recording."""
         if self.allowance is None:
             return True
         # asked at each call of a layer
-        return self.bytes < self.allowance.room and self.allowance.admits(self.bytes, self._layers())
+        taken = self.bytes + needed
+        return taken < self.allowance.room and self.allowance.admits(taken, self._layers() + layers)
 
     def _layers(self) -> int:
         """How many layers are recorded, each shape counted."""
-        return sum(place.recording is not None for graph in self.graphs for place in graph.places.values())
+        alone = sum(place.recording is not None for graph in self.graphs for place in graph.places.values())
+        return alone + self.stacks.layers
 
     def record(
         self, graph: Forward | Backward, pool: RecordingPool, inputs: Sequence[Any], fixed: set[int], handed: int | None
@@ -136,7 +159,7 @@ class GraphReplays:
         if self.allowance is not None and not self._layers():
             self.recorder.release()  # recordings cannot use what the allocator holds of unrecorded steps
         copied = [
-            (i, self._buffer(graph, i, value))
+            (i, self.buffer(graph, i, value))
             for i, value in enumerate(inputs)
             if isinstance(value, Tensor) and i not in fixed
         ]
@@ -195,9 +218,10 @@ class GraphReplays:
         made = (
             [note("cuda-graphs", detail=f"{self.bytes / 2**20:.0f} MiB", count=self.recorded)] if self.recorded else []
         )
-        return list(dict.fromkeys(self.failures)) + made
+        stacks = [note("stacks-replayed", count=self.stacks.recorded)] if self.stacks.recorded else []
+        return list(dict.fromkeys(self.failures)) + made + stacks
 
-    def _buffer(self, graph: Any, position: int, like: Tensor) -> Tensor:
+    def buffer(self, graph: Any, position: int, like: Tensor) -> Tensor:
         """A buffer for an input, shared by all layers: its values are used up before the next layer runs."""
         key = (id(graph), position, tuple(like.shape), like.stride(), like.dtype, like.device)
         if key not in self.buffers:

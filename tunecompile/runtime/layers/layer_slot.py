@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from tunecompile._torch.autograd import in_backward, in_checkpoint
+from tunecompile._torch.autograd import in_backward, in_checkpoint, innermost_hooks
+from tunecompile._torch.distributed import around_now
 from tunecompile._torch.dynamo import is_compiling
-from tunecompile._torch.modules import call_original
+from tunecompile._torch.modules import call_original, global_hooks
 from tunecompile._torch.saved_strides import hooks_were_seen, notice_hooks
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import context_parallel, output_capturing
@@ -22,6 +24,8 @@ from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
 from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan
 from tunecompile.runtime.cuda_graphs.replay import unrecorded
+from tunecompile.runtime.cuda_graphs.stacks import Stacks
+from tunecompile.runtime.layers.between import Form, call_in_stack, go_on, passed_on, stand_in
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, mark_flat, mark_patches, tensors_in
 from tunecompile.runtime.layers.force_grad import Shared, drop_graph, require_grad, without_graph, without_view
 from tunecompile.runtime.layers.masked_graphs import MasksWanted, OtherGraph
@@ -68,6 +72,7 @@ class LayerSlot(PlacedLayer):
         self.batch = 0  #: the number of its owner's call in which it trained last
         self.flat: FlatBatch | None = None  #: the row that the call under way runs on
         self.collected = output_capturing.Collected()  #: by that call
+        self.joined: tuple[Variant, tuple] | None = None  #: what ran it last as a part of a stack, if it was one
 
     @property
     def padding(self) -> Unpadding | None:
@@ -95,6 +100,8 @@ class LayerSlot(PlacedLayer):
             return call_original(self.layer, *args, **kwargs)
         if self.step.makes_cache:
             args, kwargs = without_cache(args, kwargs)
+        if mode is Mode.TRAIN and (output := self._follow(args, kwargs)) is not None:
+            return output
         if self._loops(args, kwargs):
             return call_original(self.layer, *args, **kwargs)
         found = self.padding.batch_of(self.layer, args, kwargs) if self.padding is not None else None
@@ -114,7 +121,9 @@ class LayerSlot(PlacedLayer):
             return self._padded(refused.reason, flat, mode, args, kwargs)
         finally:
             self.collected = output_capturing.Collected()  # its lists hold values
-        return flat.leave(output, keep)
+        form = Form(flat.rows, flat.unflatten, flat.shape)
+        late = stand_in(output, self.stacks, form, args, kwargs, (row.args, row.kwargs))
+        return flat.leave(output, keep) if late is None else late
 
     def _run_on(self, row: RowCall, mode: Mode, args: tuple, kwargs: dict) -> Any:
         """The layer's output for a row; `NotTokenWise` where it cannot run on one. args, kwargs: for the batch."""
@@ -149,6 +158,8 @@ class LayerSlot(PlacedLayer):
 
     def _as_it_comes(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
         """The call on the batch, with masks that were not made yet: Dynamo cannot trace what computes them."""
+        given = args, kwargs
+        args, kwargs = passed_on(*given)
         if self.padding is not None and self.padding.recorded:
             args, kwargs = real_masks(args), real_masks(kwargs)
         before = entries_before(args, kwargs)
@@ -157,14 +168,16 @@ class LayerSlot(PlacedLayer):
         may_give = self.padding is not None and not placed and not self.step.evaluates
         self.gives = may_give and self.padding.neutral.may_be_given(running, mode is Mode.SCORE)
         try:
-            output = self._run_as(mode, *in_one_form(running, args, kwargs))
+            passed = in_one_form(running, args, kwargs)
+            output = self._run_as(mode, *passed)
         except MasksWanted as wanted:  # nothing of this layer ran
             return self._under_masks(wanted, mode, args, kwargs)
         if before:
             note_written(before, DynamicShapes.of(list(tensors_in(args, kwargs))))
         if self.padding is not None:
             self.padding.rounding.came(self.layer, args, kwargs, last_met())
-        return output
+        late = stand_in(output, self.stacks, Form(), *given, passed)
+        return output if late is None else late
 
     def _under_masks(self, wanted: MasksWanted, mode: Mode, args: tuple, kwargs: dict) -> Any:
         """The call on a batch without padding by the graph of batches with."""
@@ -283,12 +296,12 @@ class LayerSlot(PlacedLayer):
             self.region.kept.enter(self.place, self.stack)
         if budget is None:
             self.variant = self.region.variant(RECOMPUTE if self.checkpoint else KEEP, kind)
-            return self.step.telling(lambda: self._call(args, kwargs, shared))
+            return self.step.telling(lambda: self._call(args, kwargs, shared, joins=self._joins()))
         plan, look = budget.plan_for(self, kind, math.prod(sizes))
         with budget.around(self, planned=look is None):
             if look is None:
                 self.variant = self.region.variant(plan, kind)
-                output = self._call(args, kwargs, shared)
+                output = self._call(args, kwargs, shared, joins=self._joins() and not budget.offloading)
             else:
                 output = self.region.surveyed(plan, kind, look, lambda made: self._call(args, kwargs, shared, made))
             budget.follow(self, output)
@@ -374,7 +387,56 @@ class LayerSlot(PlacedLayer):
         tokens = math.prod(DynamicShapes.of(list(tensors_in(args, kwargs))))
         return self.budget.known_plan(self, tokens)
 
-    def _call(self, args: tuple, kwargs: dict, shared: Shared | None = None, made: Variant | None = None) -> Any:
+    @property
+    def stacks(self) -> Stacks | None:
+        """The recordings of layers that follow each other."""
+        return None if self.region.replays is None else self.region.replays.stacks
+
+    def _joins(self) -> bool:
+        """Whether nobody looks at what is between this layer and others, nor has to be there at its call."""
+        alone = self.placement is None and self.checkpointed_by is None and self.step.recovery is None
+        repeated = in_backward() or in_checkpoint() or innermost_hooks() is not None
+        looked_at = any(self.hooks) or any(global_hooks()) or self.inside.collected
+        return alone and self.images is None and not repeated and not looked_at and around_now() is None
+
+    @property
+    def _setting(self) -> tuple:
+        """What Dynamo has no guard for, where there are no hooks."""
+        return self.region.classes.version, self.switched_off.active
+
+    def _follow(self, args: tuple, kwargs: dict) -> Any:
+        """The output of a layer whose stack is being replayed; None where its call is not the one that was replayed,
+        as far as its arguments tell, or where that has to be found out.
+        """
+        stacks, budget = self.stacks, self.budget
+        under_way = None if stacks is None else stacks.replayed
+        if under_way is None or under_way.given is None or self.joined is None:
+            return None
+        passed = under_way.given.passed_with(args, kwargs, under_way.output)
+        self.hooks = self.inside.hooks
+        if passed is None or self.joined[1] != self._setting or not self._joins():
+            return None
+        self.variant = self.joined[0]
+        if self.region.kept is not None:
+            self.region.kept.enter(self.place, self.stack)
+        output, form = go_on(stacks, self.variant.call, self.layer, *passed), under_way.given.form
+        if output is None:
+            return None
+        if self.padding is not None:
+            self.padding.layer_ran()
+        if budget is not None:
+            budget.follow(self, output)
+        late = stand_in(output, stacks, form)
+        return pytree.tree_map_only(Tensor, form.leave, output) if late is None else late
+
+    def _call(
+        self,
+        args: tuple,
+        kwargs: dict,
+        shared: Shared | None = None,
+        made: Variant | None = None,
+        joins: bool = False,
+    ) -> Any:
         self.variant = made or self.variant
         self.variant.batch = self.step.batches
         leave = None if self.flat is None else self.flat.leave_inside
@@ -383,7 +445,12 @@ class LayerSlot(PlacedLayer):
             self.variant.collects = collected.asked
             if self.flat is not None:
                 self.collected = collected
-            output = self.variant.call(self.layer, *args, **kwargs)
+            if self.stacks is None:
+                output = self.variant.call(self.layer, *args, **kwargs)
+            else:
+                joins = joins and self.variant.is_one_graph and not collected.asked
+                self.joined = (self.variant, self._setting) if joins else None
+                output = call_in_stack(self.stacks, self.variant.call, self.layer, joins, args, kwargs)
         if shared is not None:
             shared.hand_back()
         return output
@@ -398,6 +465,12 @@ class LayerSlot(PlacedLayer):
             self.region.forget(self.variant)
 
     def note_eager(self) -> None:
-        """A call ran by the layer's own code although it should have been compiled."""
+        """A call runs by the layer's own code although it should have been compiled.
+
+        Raises:
+            RuntimeError: its hidden states are none of its own.
+        """
+        if self.stacks is not None and self.stacks.joins and self.stacks.replayed is not None:
+            raise RuntimeError("a layer of a recorded stack was called otherwise")
         if self.variant is not None:
             self.variant.eager += 1

@@ -92,6 +92,12 @@ class ModuleSnapshot:
         """The modules' dictionaries of hooks now, or an empty list where no module has a hook."""
         return self._current() if self.dropped or any(self.held) else []
 
+    @property
+    def hooked(self) -> set[int]:
+        """Which of the modules have a hook, by their place among all."""
+        hooks = self._current() if self.dropped else self.held
+        return {at // len(HOOKS) for at in itertools.compress(itertools.count(), hooks)}
+
     def _known(self, child: nn.Module | None) -> Any:
         """A weak proxy that equals the child."""
         looked = (self.own, self.weights, self.buffered, self.children)

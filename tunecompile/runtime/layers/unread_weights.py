@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from tunecompile.runtime.layers.late_tensor import LateTensor
 
 __all__ = ["UnreadWeights", "are_unread", "unread"]
 
@@ -65,40 +66,5 @@ def _as_now(make: Callable[[], Any], device: str) -> Callable[[], Any]:
     return run
 
 
-class UnreadWeights(Tensor):
-    """Weights that are made when they are read."""
-
-    @staticmethod
-    def __new__(cls, shape: tuple, dtype: torch.dtype, device: torch.device, make: Callable[[], Tensor]):
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-
-    def __init__(self, shape: tuple, dtype: torch.dtype, device: torch.device, make: Callable[[], Tensor]):
-        self.make: Callable[[], Tensor] | None = make
-        self.made: Any = None
-
-    def real(self) -> Tensor:
-        """Return the weights, as the layer's own code gives them."""
-        if (make := self.make) is not None:
-            self.made, self.make = make(), None
-        return self.made
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func in _SHAPE:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        return func(*_real(args), **_real(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return func(*_real(args), **_real(kwargs or {}))
-
-    def __reduce_ex__(self, protocol):
-        return self.real().__reduce_ex__(protocol)
-
-
-_SHAPE = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")}
-_SHAPE |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__hash__}
-
-
-def _real(tree: Any) -> Any:
-    return pytree.tree_map(lambda each: each.real() if isinstance(each, UnreadWeights) else each, tree)
+class UnreadWeights(LateTensor):
+    """Weights that are made when they are read, as the layer's own code gives them."""

@@ -130,6 +130,11 @@ class Variant:
         options = None if guards is None else {"guard_filter_fn": guards}
         self._compiled = torch.compile(function, backend=WeakBackend(self.compile, compiled_as), options=options)
 
+    @property
+    def is_one_graph(self) -> bool:
+        """Whether its calls run one graph each, as far as is known."""
+        return not (self.breaks or self.refused)
+
     def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The layer's output. By the layer's own code, where an op refuses fake tensors that it would take real
         (known_bugs.GROUPED_MM_IN_FP32)."""

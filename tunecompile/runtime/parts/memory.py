@@ -111,4 +111,4 @@ def _is_checkpointed(state: State) -> bool:
     """Whether checkpoints of torch's are around all layers, whose weights this process has."""
     if not state.slots or not all(slot.checkpoint for slot in state.slots):
         return False
-    return not any(map(sharded, state.model.parameters()))
+    return state.checkpointed or not any(map(sharded, state.model.parameters()))  # milliseconds, so once

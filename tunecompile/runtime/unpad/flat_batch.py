@@ -14,6 +14,7 @@ from tunecompile._torch.cuda import where_set
 from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, OFFSETS, NotTokenWise
 from tunecompile.notes import note
 from tunecompile.ops import document_mask
+from tunecompile.runtime.layers.between import Between
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, Documents
 from tunecompile.runtime.unpad.masks.given import hidden_in
 
@@ -306,6 +307,8 @@ class FlatBatch:
 
         None where it is another tensor, was written to, or where a hook waits for its gradient.
         """
+        if isinstance(padded, Between):
+            return padded.passed(self.rows)
         if self.rows.last is None:
             return None
         made, state, flat = self.rows.last

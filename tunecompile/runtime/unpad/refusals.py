@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tunecompile._torch.distributed import several
-from tunecompile._torch.modules import HOOKS, global_hooks, is_of
+from tunecompile._torch.modules import global_hooks, is_of
 from tunecompile.integrations.fsdp import gathers_inside
 from tunecompile.integrations.loss_caller import home_of, router_logits_are_masked
 from tunecompile.integrations.transformers import gives_cache
@@ -159,12 +159,24 @@ class OwnerWatch:
         self.snapshot: ModuleSnapshot | None = None
         self.mixed: Note | None = None  #: why a module of torch's outside the layers is in the way
         self.outside: list[tuple[weakref.ref[nn.Module], type]] = []  #: modules outside the layers, and their classes
+        self.looked = False  #: whether modules were looked at in the owner's call that is under way
+        self.inside: Note | None = None  #: what was found there
+
+    def begin(self) -> None:
+        """The owner is called: modules and hooks stay as they are until layers run."""
+        self.looked = False
 
     def reason(self, model: nn.Module | None = None) -> Note | None:
         """Why hidden states have to stay as they are.
 
         model: whose loss is computed from labels; a head of it sees zeros at padding.
         """
+        if not self.looked:
+            self.inside, self.looked = self._look(), True
+        return self.inside or _heads(self.owner, model)
+
+    def _look(self) -> Note | None:
+        """At the modules, which takes milliseconds where there are thousands."""
         if self.snapshot is None or self.snapshot.changed or any(type(m()) is not kind for m, kind in self.outside):
             self.snapshot = ModuleSnapshot(self.owner)
             modules, outside = list(self.owner.modules()), list(_outside(self.owner, self.members()))
@@ -175,8 +187,8 @@ class OwnerWatch:
         if self.mixed or any(global_hooks()[:2]):
             return self.mixed or note("hook-on-all-modules")
         unknown = {kind for kind in self.kinds if not _is_known(kind.forward)}
-        hooked = {at // len(HOOKS) for at, hooks in enumerate(self.snapshot.hooks) if hooks}
+        hooked = self.snapshot.hooked
         for at, (module, kind, own) in enumerate(self.modules):
             if (at in hooked or "forward" in own or kind in unknown) and (reason := _foreign(module())):
                 return reason
-        return _heads(self.owner, model)
+        return None

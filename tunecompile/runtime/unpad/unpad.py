@@ -114,6 +114,7 @@ class Unpadding:
         return any(parameter.name == "use_cache" for parameter in self.parameters)
 
     def _run(self, call: OwnerCall, args: tuple, kwargs: dict) -> Any:
+        self.watch.begin()
         now = refused_now(self.owner) or refusals.arguments(call.given)
         call.refused, call.rounds = self.refused or now, now is None and self.rounding.may_round(self.refused)
         if self.gathered is None:

@@ -1,0 +1,350 @@
+"""Layers that are replayed together give what they give one by one, whoever looks in between.
+
+On a CPU a recorder stands in that does again, in place, what it was given: all but the device's own part is the real
+thing.
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.memory.cpu_recorder import CpuRecorder
+from tests.support.models.pairs import of_plain_layers
+from tests.support.notes import has
+from tunecompile.runtime.cuda_graphs import launch_bound, replay, stacks
+from tunecompile.runtime.layers.between import Between
+from tunecompile.runtime.layers.layer_slot import LayerSlot
+from tunecompile.runtime.model_state import state_of
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """(optimized with a recorder for CPUs, as it was)"""
+    monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
+    monkeypatch.setattr(launch_bound, "SAMPLES", 2)
+    reference = zoo.adapt(of_plain_layers(num_hidden_layers=4), target_modules=["inner"]).train()
+    return tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
+
+
+def layers_of(model):
+    return next(module for name, module in model.named_modules() if name.endswith("layers"))
+
+
+def once(m, **batch):
+    m(**zoo.batch(**batch)).loss.backward()
+
+
+def gradients(model) -> dict:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(models, run=once) -> None:
+    found = []
+    for m in models:
+        m.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        run(m)
+        found.append(gradients(m))
+    assert found[0].keys() == found[1].keys() and max(zoo.errors(*found).values()) < 1e-4
+
+
+def of(model):
+    return state_of(model).replays.stacks
+
+
+def recorded(model) -> int:
+    return of(model).recorded
+
+
+def warm(models, steps=6, **batch) -> None:
+    for seed in range(steps):
+        same(models, lambda m: once(m, seed=seed, **batch))
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """The passes that were replayed, by the number of their layers."""
+    found, replay_of = [], stacks.Stacks._replay
+
+    def watched(self, chain, inputs):
+        output = replay_of(self, chain, inputs)
+        found.extend([len(chain.calls)] if output is not None else [])
+        return output
+
+    monkeypatch.setattr(stacks.Stacks, "_replay", watched)
+    return found
+
+
+def test_all_layers_are_one_recording(pair, replayed):
+    warm(pair)
+    assert recorded(pair[0]) == 1 and state_of(pair[0]).replays.recorded == 0
+    assert set(replayed) == {4} and has(pair[0], "stacks-replayed", count=1)
+    before = len(replayed)
+    for seed in range(3):
+        same(pair, lambda m: once(m, seed=seed))
+    assert len(replayed) == before + 3 and not of(pair[0]).broken
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_sizes_and_padding_change(monkeypatch, replayed, family):
+    """Padded batches run as rows without padding, whose sizes are rounded: each is recorded once."""
+    monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
+    monkeypatch.setattr(launch_bound, "SAMPLES", 2)
+    reference = zoo.adapt(zoo.make(family, num_hidden_layers=3)).train()
+    models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
+    for seed, length in enumerate([16, 12, 16, 12, 9, 16, 12, 9, 16, 12]):
+        batch = zoo.batch(seed=seed, length=length)
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        if seed % 3:
+            batch["attention_mask"][0, length - 3 :] = 0
+            batch["labels"][0, length - 3 :] = -100
+        same(models, lambda m: m(**batch).loss.backward())
+    assert recorded(models[0]) >= 2 and set(replayed) == {3} and not of(models[0]).broken
+
+
+def test_accumulated_gradients(pair):
+    warm(pair)
+    same(pair, lambda m: [once(m, seed=seed) for seed in range(3)])
+
+
+def test_two_forwards_before_one_backward(pair, replayed):
+    """What the first has saved is still needed: the second runs layer by layer."""
+    warm(pair)
+    before = len(replayed)
+
+    def both(m):
+        first, second = m(**zoo.batch(seed=1)).loss, m(**zoo.batch(seed=2)).loss
+        (first + 2 * second).backward()
+
+    same(pair, both)
+    assert len(replayed) == before + 1
+    same(pair)
+
+
+def test_a_backward_that_runs_twice(pair):
+    warm(pair)
+
+    def twice(m):
+        loss = m(**zoo.batch(seed=1)).loss
+        loss.backward(retain_graph=True)
+        m(**zoo.batch(seed=2)).loss.backward()
+        loss.backward()
+
+    same(pair, twice)
+
+
+def test_a_forward_without_a_backward(pair):
+    warm(pair)
+    kept = [m(**zoo.batch(seed=3)).loss for m in pair]
+    same(pair, lambda m: once(m, seed=4))
+    losses = iter(kept)
+    same(pair, lambda m: next(losses).backward())
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_a_hook_that_looks(pair, replayed, place):
+    """It reads what the layer gives, and layers behind it may read what it returns."""
+    warm(pair)
+    before, seen = len(replayed), []
+
+    def look(module, args, output):
+        seen.append(output.detach().clone())
+
+    hooks = [layers_of(m)[place].register_forward_hook(look) for m in pair]
+    for seed in range(3):
+        same(pair, lambda m: once(m, seed=seed))
+    for ours, theirs in zip(seen[::2], seen[1::2]):
+        torch.testing.assert_close(ours, theirs)
+    for hook in hooks:
+        hook.remove()
+    same(pair)
+    assert len(replayed) > before
+
+
+def test_a_hook_that_changes_what_it_sees(pair):
+    warm(pair)
+    for m in pair:
+        layers_of(m)[1].register_forward_hook(lambda module, args, output: output * 1.5)
+    for seed in range(5):
+        same(pair, lambda m: once(m, seed=seed))
+
+
+def test_results_that_are_kept_have_the_weights_of_their_pass(pair, monkeypatch):
+    """Read after the optimizer's step, they are as eager code gives them. (The owner's code keeps them: no hook tells.)"""
+    warm(pair)
+    kept, inner = [], LayerSlot.__call__
+
+    def call(self, *args, **kwargs):
+        output = inner(self, *args, **kwargs)
+        kept.extend([output] if self.place == 2 else [])
+        return output
+
+    monkeypatch.setattr(LayerSlot, "__call__", call)
+    once(pair[0], seed=3)
+    layers_of(pair[1])[2].register_forward_hook(lambda module, args, output: kept.append(output))
+    once(pair[1], seed=3)
+    for m in pair:
+        with torch.no_grad():
+            for p in m.parameters():
+                p.add_(0.1)
+    assert isinstance(kept[0], Between)
+    torch.testing.assert_close(kept[0] + 0, kept[1])
+
+
+def test_layers_that_are_left_out(pair):
+    """A model may call fewer of them, or in another order."""
+    warm(pair)
+    for keep in ([0, 1], [0, 2, 3], [1, 0, 2, 3], [0, 1, 2, 3]):
+        for m in pair:
+            owner, layers = m.base_model.model.model, layers_of(m)
+            vars(m)["all"] = vars(m).get("all", layers)
+            owner.layers = torch.nn.ModuleList([m.all[at] for at in keep])
+        for seed in range(4):
+            same(pair, lambda m: once(m, seed=seed))
+
+
+def test_weights_that_are_frozen_move_or_are_exchanged(pair, replayed):
+    warm(pair)
+    for m in pair:
+        for name, p in layers_of(m)[2].named_parameters():
+            p.requires_grad_(p.requires_grad and "lora_A" not in name)
+    for seed in range(6):
+        same(pair, lambda m: once(m, seed=seed))
+    for m in pair:
+        for p in m.parameters():
+            p.data = p.data.clone() * 1.25
+    for seed in range(6):
+        same(pair, lambda m: once(m, seed=seed))
+    before = len(replayed)
+    for m in pair:
+        inner = layers_of(m)[1].inner
+        inner.scaling["default"] *= 2
+    for seed in range(6):
+        same(pair, lambda m: once(m, seed=seed))
+    assert len(replayed) > before, "recorded anew"
+
+
+def test_weights_that_an_optimizer_changes_in_place(pair):
+    curves = []
+    for m in pair:
+        optimizer = torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
+        curves.append([])
+        for seed in range(8):
+            loss = m(**zoo.batch(seed=seed)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curves[-1].append(loss.item())
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4) and recorded(pair[0]) == 1
+
+
+def test_evaluation_and_generation_between_steps(pair, replayed):
+    warm(pair)
+    for seed in range(3):
+        losses = []
+        for m in pair:
+            m.eval()
+            with torch.no_grad():
+                losses.append(m(**zoo.batch(seed=seed)).loss.item())
+            m.train()
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        same(pair, lambda m: once(m, seed=seed))
+    assert not of(pair[0]).broken and len(replayed) >= 3
+
+
+def test_memory_that_is_given_back(pair):
+    warm(pair)
+    model, _ = pair
+    assert state_of(model).replays.bytes > 0
+    kept = [m(**zoo.batch(seed=3)).loss for m in pair]
+    tunecompile.free(model)
+    assert state_of(model).replays.bytes == 0
+    losses = iter(kept)
+    same(pair, lambda m: next(losses).backward())
+    warm(pair)
+    assert recorded(model) == 2
+
+
+def test_a_stack_that_cannot_be_recorded(pair, monkeypatch):
+    """Its layers are recorded one by one."""
+    tries, plain = [], CpuRecorder.record
+
+    def record(self, run, pool, device):
+        tries.append(pool)
+        if len(tries) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return plain(self, run, pool, device)
+
+    monkeypatch.setattr(CpuRecorder, "record", record)
+    warm(pair)
+    assert has(pair[0], "no-stack-recorded", detail="not permitted") and recorded(pair[0]) == 0
+    assert state_of(pair[0]).replays.recorded == 8
+
+
+class GivesEachItsOwn(torch.nn.Module):
+    """An owner whose layers are given a value of their own in each pass, as Gemma 3n's are."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(256, 16)
+        self.layers = torch.nn.ModuleList(TakesOne() for _ in range(3))
+
+    def forward(self, ids, looks=False):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden, hidden.detach().mean() if looks else self.embed(ids).detach())
+        return hidden
+
+
+class TakesOne(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16)
+
+    def forward(self, hidden, own):
+        return hidden + self.inner(hidden + own).sin()
+
+
+def test_layers_that_are_given_values_of_their_own(monkeypatch, replayed):
+    """They are recorded one by one."""
+    monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
+    monkeypatch.setattr(launch_bound, "SAMPLES", 2)
+    reference = GivesEachItsOwn()
+    models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
+    for seed in range(12):
+        ids = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(seed))
+        same(models, lambda m: m(ids).square().mean().backward())
+    assert recorded(models[0]) == 0 and state_of(models[0]).replays.recorded == 6 and not replayed
+
+
+def test_random_loops(pair):
+    """Acts in any order."""
+    rng = random.Random(0)
+    held = []
+    for seed in range(60):
+        length = rng.choice([16, 16, 12])
+        act = rng.choice(["step", "step", "step", "twice", "hold", "drop", "score", "free"])
+        if act == "step":
+            same(pair, lambda m: once(m, seed=seed, length=length))
+        elif act == "twice":
+            same(pair, lambda m: [m(**zoo.batch(seed=s, length=length)).loss for s in (1, 2)][1].backward())
+        elif act == "hold":
+            held = [m(**zoo.batch(seed=seed, length=length)).loss for m in pair]
+        elif act == "drop":
+            losses, held = iter(held), []
+            if next(iter(losses), None) is not None:
+                held = []
+        elif act == "score":
+            with torch.no_grad():
+                ours, theirs = (m(**zoo.batch(seed=seed, length=length)).loss for m in pair)
+            torch.testing.assert_close(ours, theirs)
+        else:
+            tunecompile.free(pair[0])

@@ -1,0 +1,218 @@
+"""Chains: compiled calls of layers that follow each other, and where each of their inputs comes from.
+
+An input is the result of the call before, or an input of the chain's first call, or the same tensor in every pass
+(weights, most of all). A chain whose passes were alike twice can be run from its first call's inputs alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from torch import Tensor, nn
+
+from tunecompile.runtime.cuda_graphs.pool import next_pool
+
+DIFFERED = 1  #: passes that may differ by chance
+
+
+class Previous:
+    """The result of the call before."""
+
+
+class Varies:
+    """Another value in each pass: of a chain's first call alone."""
+
+
+#: where an input comes from: the call before, positions among the first call's inputs, or always the same tensor
+Source = type[Previous] | type[Varies] | frozenset[int] | weakref.ref
+
+
+class Link:
+    """The compiled graph of a layer. Its calls run alone, or as a part of a recorded stack.
+
+    Args:
+        run: takes the inputs of the graph that Dynamo made, and returns its outputs.
+        through: decides that, in place of a call of `run`.
+    """
+
+    def __init__(self, run: Callable[..., Any], through: Callable[[Link, Sequence[Any]], Any]):
+        self.run, self.through = run, through
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.through(self, inputs)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a chain."""
+
+    link: Link
+    sources: tuple[Source, ...]
+    key: tuple = ()  #: its graph and its layer's parameters
+
+    @staticmethod
+    def first(link: Link, inputs: Sequence[Any]) -> Call:
+        """The call that begins a chain."""
+        sources = tuple(weakref.ref(v) if isinstance(v, Tensor) else Varies for v in inputs)
+        return Call(link, sources, key_of(link, inputs))
+
+    @staticmethod
+    def after(link: Link, inputs: Sequence[Any], first: Sequence[Any], previous: Any) -> Call:
+        """A later one, where `first` are the inputs of the first and `previous` is what the call before returned."""
+        return Call(link, tuple(_source(value, first, previous) for value in inputs), key_of(link, inputs))
+
+    def agreeing(self, other: Call) -> Call | None:
+        """What both passes have in common; None where they differ."""
+        if self.link is not other.link or len(self.sources) != len(other.sources):
+            return None
+        common = tuple(each for each in map(_in_common, self.sources, other.sources) if each is not None)
+        return Call(self.link, common, self.key) if len(common) == len(self.sources) else None
+
+    def takes(self, link: Link, inputs: Sequence[Any], first: Sequence[Any], previous: Any) -> bool:
+        """Whether a call is this one, in the pass that began with the inputs `first`."""
+        return (
+            link is self.link
+            and len(inputs) == len(self.sources)
+            and all(_is_from(source, value, first, previous) for source, value in zip(self.sources, inputs))
+        )
+
+    def inputs(self, first: Sequence[Any], previous: Any, given: Callable[[Tensor], Tensor]) -> list[Any]:
+        """The inputs of this call.
+
+        Args:
+            first: the inputs of the first call.
+            previous: what the call before returned.
+            given: the tensor that is passed for one that is the same in every pass.
+        """
+        return [_value(source, first, previous, given) for source in self.sources]
+
+    def fixed(self) -> list[Tensor]:
+        """The tensors that are the same in every pass."""
+        return [value for source in self.sources if isinstance(source, weakref.ref) and (value := source()) is not None]
+
+
+def _source(value: Any, first: Sequence[Any], previous: Any) -> Source:
+    if isinstance(value, Tensor):
+        if value is previous:
+            return Previous
+        places = frozenset(at for at, other in enumerate(first) if other is value)
+        return places or weakref.ref(value)
+    return frozenset(at for at, other in enumerate(first) if _is_number(other, value))
+
+
+def _is_number(other: Any, value: Any) -> bool:
+    return type(other) is type(value) and not isinstance(other, Tensor) and bool(other == value)
+
+
+def _in_common(one: Source, other: Source) -> Source | None:
+    if isinstance(one, frozenset) and isinstance(other, frozenset):
+        return (one & other) or None
+    if isinstance(one, weakref.ref) and isinstance(other, weakref.ref):
+        return one if one() is other() and one() is not None else None
+    return one if one is other else None
+
+
+def _is_from(source: Source, value: Any, first: Sequence[Any], previous: Any) -> bool:
+    if source is Previous:
+        return value is previous
+    if isinstance(source, weakref.ref):
+        return source() is value
+    if source is Varies:
+        return True
+    assert isinstance(source, frozenset)
+    return any(first[at] is value or _is_number(first[at], value) for at in source)
+
+
+def _value(source: Source, first: Sequence[Any], previous: Any, given: Callable[[Tensor], Tensor]) -> Any:
+    if source is Previous:
+        return previous
+    if isinstance(source, weakref.ref):
+        tensor = source()
+        assert tensor is not None, "a weight of a recorded layer is gone"
+        return given(tensor)
+    assert isinstance(source, frozenset)
+    return first[min(source)]
+
+
+@dataclass
+class Chain:
+    """Calls that follow each other."""
+
+    calls: list[Call]
+    agreed: int = 0  #: passes that were like the first one
+    differed: int = 0  #: passes that were not
+    shapes: dict[tuple, Any] = field(default_factory=dict)  #: by `shape_of`
+    bytes: int = 0  #: that its recordings made the process take from the device
+    pool: int = field(default_factory=next_pool)  #: whose memory its recordings share
+
+    def learn(self, calls: Sequence[Call]) -> list[Call]:
+        """Compare with another pass. Of the first call, inputs that differ vary; of all others, none may.
+
+        Returns:
+            Calls that begin a chain of their own from now on, since they were others time and again. (Once may be by
+            chance: something was compiled anew.)
+        """
+        mine, others = self.calls[0], calls[0]
+        head = Call(mine.link, tuple(map(_first_in_common, mine.sources, others.sources)), mine.key)
+        compared = [(call, mine.agreeing(call)) for mine, call in zip(self.calls[1:], calls[1:])]
+        different = [call for call, common in compared if common is None]
+        if not different and len(self.calls) == len(calls):
+            self.calls = [head, *(common for _, common in compared if common is not None)]
+            self.agreed += 1
+            return []
+        self.agreed, self.differed, self.calls = 0, self.differed + 1, [head, *calls[1:]]
+        if self.differed <= DIFFERED:
+            return []
+        self.calls = [head, *takewhile(lambda call: call not in different, calls[1:])]
+        return different
+
+    def begins_with(self, link: Link, inputs: Sequence[Any]) -> bool:
+        """Whether its weights and all else that stays are among these inputs of a first call."""
+        return self.calls[0].takes(link, inputs, inputs, None)
+
+    def run(self, inputs: Sequence[Any], upto: int, given: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+        """The result of so many calls, run one after the other.
+
+        Args:
+            inputs: of the first call.
+            upto: the number of calls.
+            given: the tensor that is passed for one that is the same in every pass.
+        """
+        value = result_of(self.calls[0].link.run(*self._first(inputs, given)))
+        for call in self.calls[1:upto]:
+            value = result_of(call.link.run(*call.inputs(inputs, value, given)))
+        return value
+
+    def _first(self, inputs: Sequence[Any], given: Callable[[Tensor], Tensor]) -> list[Any]:
+        return [
+            given(value) if isinstance(source, weakref.ref) else value
+            for value, source in zip(inputs, self.calls[0].sources)
+        ]
+
+
+def _first_in_common(one: Source, other: Source) -> Source:
+    return Varies if (common := _in_common(one, other)) is None else common
+
+
+def result_of(outputs: Any) -> Tensor | None:
+    """The one result of a call; None where it has more, or none."""
+    tensors = [value for value in outputs if isinstance(value, Tensor)] if isinstance(outputs, (tuple, list)) else []
+    return tensors[0] if len(tensors) == 1 == len(outputs) else None
+
+
+def shape_of(inputs: Sequence[Any]) -> tuple:
+    """What tells passes apart that need recordings of their own, by the first call's inputs."""
+    return tuple(
+        (v.shape, v.stride(), v.dtype, v.requires_grad) if isinstance(v, Tensor) else v
+        for v in inputs
+        if not isinstance(v, nn.Parameter)
+    )
+
+
+def key_of(link: Link, inputs: Sequence[Any]) -> tuple:
+    """Of a call: its graph and its layer's parameters."""
+    return id(link), *(id(value) for value in inputs if isinstance(value, nn.Parameter))
