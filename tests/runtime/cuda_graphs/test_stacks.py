@@ -16,6 +16,7 @@ from tests.support.memory.cpu_recorder import CpuRecorder
 from tests.support.models.pairs import of_plain_layers
 from tests.support.notes import has
 from tunecompile.runtime.cuda_graphs import launch_bound, replay, stacks
+from tunecompile.runtime.cuda_graphs.chain import Call, Chain, Link
 from tunecompile.runtime.layers.between import Between
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import state_of
@@ -348,3 +349,39 @@ def test_random_loops(pair):
             torch.testing.assert_close(ours, theirs)
         else:
             tunecompile.free(pair[0])
+
+
+@pytest.mark.parametrize("family, layers", [("qwen3_5", 3), ("lfm2", 3), ("gemma2", 0)])
+def test_layers_of_several_kinds(monkeypatch, replayed, family, layers):
+    """Tables that the first kind does not read are arguments of all. (Gemma 2 has a row for each of its windows.)"""
+    monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
+    monkeypatch.setattr(launch_bound, "SAMPLES", 2)
+    reference = zoo.adapt(zoo.make(family, num_hidden_layers=3)).train()
+    models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
+    for seed, length in enumerate([16, 20, 16, 20, 16, 20, 20, 16]):
+        batch = zoo.batch(seed=seed, length=length)
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, length - 3 :] = 0
+        batch["labels"][0, length - 3 :] = -100
+        found = [(zoo.step(m, batch)) for m in models]
+        (loss, ours), (expected, theirs) = found
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        size = max(gradient.norm() for gradient in theirs.values())
+        assert max((ours[name] - theirs[name]).norm() for name in theirs) < 1e-5 * size
+    assert set(replayed) == ({layers} if layers else set()) and not of(models[0]).broken
+    assert bool(recorded(models[0])) is bool(layers)
+
+
+def test_numbers_that_were_equal_by_chance(pair):
+    """Of two sizes that were equal in all passes, one was taken for the other: the next pass tells."""
+    chain = Chain([])
+    link, tensors = Link(lambda *inputs: [inputs[0]], lambda link, inputs: None), torch.ones(2).split(1)
+    for sizes in ((3, 3), (3, 3)):
+        calls = [Call.first(link, [tensors[0], *sizes]), Call.after(link, [tensors[1], 3], [tensors[0], *sizes], None)]
+        chain = chain if chain.calls else Chain(calls)
+        assert not chain.learn(calls)
+    first = [tensors[0], 3, 5]
+    assert not chain.calls[1].takes(link, [tensors[1], 5], first, None)
+    assert chain.narrow(1, link, [tensors[1], 5], first, None)
+    assert chain.calls[1].takes(link, [tensors[1], 5], first, None)
+    assert not chain.narrow(1, link, [tensors[1], 7], first, None)

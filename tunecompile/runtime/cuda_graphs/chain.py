@@ -2,6 +2,7 @@
 
 An input is the result of the call before, or an input of the chain's first call, or the same tensor in every pass
 (weights, most of all). A chain whose passes were alike twice can be run from its first call's inputs alone.
+Arguments of the first layer that its graph does not read count among these: layers of another kind may read them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from torch import Tensor, nn
 from tunecompile.runtime.cuda_graphs.pool import next_pool
 
 DIFFERED = 1  #: passes that may differ by chance
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class Previous:
@@ -53,12 +58,13 @@ class Call:
     link: Link
     sources: tuple[Source, ...]
     key: tuple = ()  #: its graph and its layer's parameters
+    reads: int = 0  #: of a first call: how many of the inputs its graph reads
 
     @staticmethod
-    def first(link: Link, inputs: Sequence[Any]) -> Call:
-        """The call that begins a chain."""
-        sources = tuple(weakref.ref(v) if isinstance(v, Tensor) else Varies for v in inputs)
-        return Call(link, sources, key_of(link, inputs))
+    def first(link: Link, inputs: Sequence[Any], beside: Sequence[Any] = ()) -> Call:
+        """The call that begins a chain; `beside` are arguments of its layer that its graph does not read, and sizes."""
+        sources = tuple(weakref.ref(v) if isinstance(v, Tensor) else Varies for v in (*inputs, *beside))
+        return Call(link, sources, key_of(link, inputs), len(inputs))
 
     @staticmethod
     def after(link: Link, inputs: Sequence[Any], first: Sequence[Any], previous: Any) -> Call:
@@ -123,8 +129,8 @@ def _is_from(source: Source, value: Any, first: Sequence[Any], previous: Any) ->
         return source() is value
     if source is Varies:
         return True
-    assert isinstance(source, frozenset)
-    return any(first[at] is value or _is_number(first[at], value) for at in source)
+    other = _value(source, first, previous, _itself)  # of several positions, what was recorded read this one
+    return other is value or _is_number(other, value)
 
 
 def _value(source: Source, first: Sequence[Any], previous: Any, given: Callable[[Tensor], Tensor]) -> Any:
@@ -147,6 +153,7 @@ class Chain:
     differed: int = 0  #: passes that were not
     shapes: dict[tuple, Any] = field(default_factory=dict)  #: by `shape_of`
     bytes: int = 0  #: that its recordings made the process take from the device
+    largest: int = 0  #: bytes that the largest of its recordings saves
     pool: int = field(default_factory=next_pool)  #: whose memory its recordings share
 
     def learn(self, calls: Sequence[Call]) -> list[Call]:
@@ -157,7 +164,8 @@ class Chain:
             chance: something was compiled anew.)
         """
         mine, others = self.calls[0], calls[0]
-        head = Call(mine.link, tuple(map(_first_in_common, mine.sources, others.sources)), mine.key)
+        sources = tuple(map(_first_in_common, mine.sources, others.sources))
+        head = Call(mine.link, sources, mine.key, mine.reads)
         compared = [(call, mine.agreeing(call)) for mine, call in zip(self.calls[1:], calls[1:])]
         different = [call for call, common in compared if common is None]
         if not different and len(self.calls) == len(calls):
@@ -174,7 +182,20 @@ class Chain:
         """Whether its weights and all else that stays are among these inputs of a first call."""
         return self.calls[0].takes(link, inputs, inputs, None)
 
-    def run(self, inputs: Sequence[Any], upto: int, given: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    def used(self) -> set[int]:
+        """Positions of the first call's inputs that any call reads."""
+        later = {min(source) for call in self.calls[1:] for source in call.sources if isinstance(source, frozenset)}
+        return later | {*range(self.calls[0].reads)}
+
+    def narrow(self, place: int, link: Link, inputs: Sequence[Any], first: Sequence[Any], previous: Any) -> bool:
+        """Whether a call is the one at this place after all: several of the first inputs were equal before."""
+        common = self.calls[place].agreeing(Call.after(link, inputs, first, previous))
+        if common is None:
+            return False
+        self.calls[place] = common
+        return True
+
+    def run(self, inputs: Sequence[Any], upto: int, given: Callable[[Tensor], Tensor] = _itself) -> Any:
         """The result of so many calls, run one after the other.
 
         Args:
@@ -190,7 +211,7 @@ class Chain:
     def _first(self, inputs: Sequence[Any], given: Callable[[Tensor], Tensor]) -> list[Any]:
         return [
             given(value) if isinstance(source, weakref.ref) else value
-            for value, source in zip(inputs, self.calls[0].sources)
+            for value, source in zip(inputs[: self.calls[0].reads], self.calls[0].sources)
         ]
 
 

@@ -140,19 +140,22 @@ class Stacks:
         self.watched: Pass | None = None
         self.replayed: Replayed | None = None  #: the pass under way
         self.joins = False  #: whether the layer that runs may be part of a stack
+        self.arguments: Sequence[Tensor] = ()  #: of that layer
         #: whether layers are not recorded one by one yet: they may be together soon
         self.learns = False
         self.written: set[tuple] = set()  #: calls that write into what they are given
         self.recorded = 0
 
     @contextlib.contextmanager
-    def joining(self) -> Iterator[None]:
-        """Inside, a layer runs between which and the next one nothing is hidden."""
-        self.joins = True
+    def joining(self, arguments: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Inside, a layer runs between which and the next one nothing is hidden; with these tensors among its
+        arguments.
+        """
+        self.joins, self.arguments = True, arguments
         try:
             yield
         finally:
-            self.joins = False
+            self.joins, self.arguments = False, ()
 
     def link(self, run: Callable[..., Any]) -> Link:
         """A compiled graph of layers, as it is called from now on."""
@@ -163,7 +166,7 @@ class Stacks:
         if self.replayed is not None:
             if self.joins and self.replayed.follows(link, inputs):
                 return [self._go_on(self.replayed)]
-            inputs = self._leave(self.replayed, inputs)
+            inputs = self._leave(self.replayed, inputs, link)
         if not self.joins or self.shared.paused or not torch.is_grad_enabled():
             self._finish()
             self.learns = False
@@ -219,15 +222,16 @@ class Stacks:
             self._end(under_way)
         return output
 
-    def _leave(self, under_way: Replayed, inputs: Sequence[Any]) -> list[Any]:
+    def _leave(self, under_way: Replayed, inputs: Sequence[Any], link: Link | None = None) -> list[Any]:
         """The inputs of a call that is not the next one: without what was replayed."""
         output = self._end(under_way)
         if not any(value is output for value in inputs):
             return list(inputs)
-        key = under_way.chain.calls[0].key
-        if self.chains.get(key) is under_way.chain:  # other code runs from now on
-            self._drop(under_way.chain)
-            del self.chains[key]
+        chain, key = under_way.chain, under_way.chain.calls[0].key
+        if self.chains.get(key) is chain:
+            self._drop(chain)
+            if link is None or not chain.narrow(under_way.done, link, inputs, under_way.inputs, output):
+                del self.chains[key]  # other code runs from now on
         self.broken[key] += 1
         return [self.result(under_way, under_way.done) if value is output else value for value in inputs]
 
@@ -242,18 +246,22 @@ class Stacks:
         for shape in chain.shapes.values():
             shape.recording = None
         self.shared.bytes -= chain.bytes
-        chain.bytes = 0
+        chain.bytes = chain.largest = 0
 
     def _begin(self, link: Link, inputs: Sequence[Any], key: tuple) -> Any:
         """The first call of a pass."""
-        chain = self._known(link, inputs, key)
+        read = {id(value) for value in inputs}
+        sizes = [size for value in self.arguments for size in value.shape]
+        beside = [value for value in self.arguments if id(value) not in read] + sizes
+        first = [*inputs, *beside]
+        chain = self._known(link, first, key)
         if chain is not None and len(chain.calls) > 1 and self.broken[key] < MAX_BROKEN:
-            output = self._replay(chain, inputs)
+            output = self._replay(chain, first)
             if output is not None:
                 return [output]
         self.learns = chain is None and self._differed(key) <= DIFFERED
         outputs = self._run(link, inputs, key) if chain is None else link.run(*inputs)
-        self.watched = Pass(Call.first(link, inputs), inputs, result_of(outputs), self.shared.clock)
+        self.watched = Pass(Call.first(link, inputs, beside), first, result_of(outputs), self.shared.clock)
         self.watched.learns = chain is None
         return outputs
 
@@ -320,12 +328,17 @@ class Stacks:
             return False
         if any(call.key in self.written for call in chain.calls):
             return False
-        return recordable(inputs, self.shared.recorder.device) and self._room(chain, shape.clock, inputs)
+        read = [inputs[position] for position in chain.used()]
+        return recordable(read, self.shared.recorder.device) and self._room(chain, shape.clock, inputs)
 
     def _room(self, chain: Chain, clock: Clock, inputs: Sequence[Any]) -> bool:
         """Whether all layers of the chain can be recorded, if need be without other shapes."""
         layers = len(chain.calls)
         needed = clock.saved * layers
+        if chain.largest < needed < chain.bytes:  # in blocks of smaller shapes, which cannot be joined
+            self._drop(chain)
+            self.shared.recorder.release()
+        chain.largest = max(chain.largest, needed)
         if self.shared.room(inputs, max(0, needed - chain.bytes), layers):
             return True
         if not chain.bytes:

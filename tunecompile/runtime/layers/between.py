@@ -177,7 +177,7 @@ def call_in_stack(
         args, kwargs: of the layer.
     """
     if joins and stacks.replayed is None:
-        with stacks.joining():
+        with stacks.joining([each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]):
             return call(layer, *args, **kwargs)
     if joins and (output := go_on(stacks, call, layer, args, kwargs)) is not None:
         return output
