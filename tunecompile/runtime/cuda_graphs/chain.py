@@ -51,7 +51,7 @@ class Link:
         return self.through(self, inputs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """One call of a chain."""
 
@@ -97,8 +97,9 @@ class Call:
         return [_value(source, first, previous, given) for source in self.sources]
 
     def fixed(self) -> list[Tensor]:
-        """The tensors that are the same in every pass."""
-        return [value for source in self.sources if isinstance(source, weakref.ref) and (value := source()) is not None]
+        """The tensors that its graph reads, and that are the same in every pass."""
+        read = self.sources[: self.reads or None]
+        return [value for source in read if isinstance(source, weakref.ref) and (value := source()) is not None]
 
 
 def _source(value: Any, first: Sequence[Any], previous: Any) -> Source:
@@ -141,7 +142,8 @@ def _value(source: Source, first: Sequence[Any], previous: Any, given: Callable[
         assert tensor is not None, "a weight of a recorded layer is gone"
         return given(tensor)
     assert isinstance(source, frozenset)
-    return first[min(source)]
+    value = first[min(source)]
+    return given(value) if isinstance(value, Tensor) else value  # a weight, perhaps, that two layers share
 
 
 @dataclass
@@ -153,6 +155,7 @@ class Chain:
     differed: int = 0  #: passes that were not
     shapes: dict[tuple, Any] = field(default_factory=dict)  #: by `shape_of`
     bytes: int = 0  #: that its recordings made the process take from the device
+    used_at: int = 0  #: the pass that it began last
     largest: int = 0  #: bytes that the largest of its recordings saves
     pool: int = field(default_factory=next_pool)  #: whose memory its recordings share
 
@@ -182,7 +185,7 @@ class Chain:
         """Whether its weights and all else that stays are among these inputs of a first call."""
         return self.calls[0].takes(link, inputs, inputs, None)
 
-    def used(self) -> set[int]:
+    def read(self) -> set[int]:
         """Positions of the first call's inputs that any call reads."""
         later = {min(source) for call in self.calls[1:] for source in call.sources if isinstance(source, frozenset)}
         return later | {*range(self.calls[0].reads)}
@@ -195,17 +198,25 @@ class Chain:
         self.calls[place] = common
         return True
 
-    def run(self, inputs: Sequence[Any], upto: int, given: Callable[[Tensor], Tensor] = _itself) -> Any:
+    def run(
+        self,
+        inputs: Sequence[Any],
+        upto: int,
+        given: Callable[[Tensor], Tensor] = _itself,
+        known: tuple[int, Tensor | None] = (0, None),
+    ) -> Any:
         """The result of so many calls, run one after the other.
 
         Args:
             inputs: of the first call.
             upto: the number of calls.
             given: the tensor that is passed for one that is the same in every pass.
+            known: what so many calls give, which are not run.
         """
-        value = result_of(self.calls[0].link.run(*self._first(inputs, given)))
-        for call in self.calls[1:upto]:
-            value = result_of(call.link.run(*call.inputs(inputs, value, given)))
+        done, value = known
+        for place, call in enumerate(self.calls[done:upto], done):
+            read = call.inputs(inputs, value, given) if place else self._first(inputs, given)
+            value = result_of(call.link.run(*read))
         return value
 
     def _first(self, inputs: Sequence[Any], given: Callable[[Tensor], Tensor]) -> list[Any]:

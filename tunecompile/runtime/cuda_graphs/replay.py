@@ -29,7 +29,7 @@ from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock, HostTime
 from tunecompile.runtime.cuda_graphs.pool import RecordingPool
 from tunecompile.runtime.cuda_graphs.recorded_graph import Backward, Forward, Run
-from tunecompile.runtime.cuda_graphs.recording import Recording, device_of
+from tunecompile.runtime.cuda_graphs.recording import Recording, device_of, first_line
 from tunecompile.runtime.cuda_graphs.stacks import Stacks
 
 MAX_SHARE = 0.25  #: of the device's memory that recordings may take beyond what the process had taken before each
@@ -171,7 +171,7 @@ class GraphReplays:
         try:
             outputs, play = self._capture(lambda: graph.run(list(arguments)), pool, device)
         except Exception as error:  # a call that waits for the device, say: it runs as it did
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             self.failures.append(note("no-cuda-graph", detail=reason))
             return None
         outputs = list(outputs)
@@ -220,6 +220,10 @@ class GraphReplays:
         )
         stacks = [note("stacks-replayed", count=self.stacks.recorded)] if self.stacks.recorded else []
         return list(dict.fromkeys(self.failures)) + made + stacks
+
+    def forget_buffers(self, graph: Any) -> None:
+        """Drop the buffers of a graph that is not called any more."""
+        self.buffers = {key: buffer for key, buffer in self.buffers.items() if key[0] != id(graph)}
 
     def buffer(self, graph: Any, position: int, like: Tensor) -> Tensor:
         """A buffer for an input, shared by all layers: its values are used up before the next layer runs."""

@@ -31,7 +31,7 @@ class StackRecording:
 
     def __init__(self, chain: Chain, inputs: Sequence[Any], buffer: Callable[[int, Tensor], Tensor]):
         sources = chain.calls[0].sources
-        varying = [i for i in sorted(chain.used()) if isinstance(inputs[i], Tensor) and sources[i] is Varies]
+        varying = [i for i in sorted(chain.read()) if isinstance(inputs[i], Tensor) and sources[i] is Varies]
         self.buffer = buffer
         self.copied = [(i, buffer(i, inputs[i])) for i in varying]
         self.differentiable = [i for i in varying if inputs[i].requires_grad]

@@ -18,20 +18,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tunecompile._torch.autograd import plain_tensors
+from tunecompile._torch.autograd import no_autocast, plain_tensors
 from tunecompile.notes import Note, note
 from tunecompile.runtime.cuda_graphs.chain import DIFFERED, Call, Chain, Link, key_of, result_of, shape_of
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
 from tunecompile.runtime.cuda_graphs.recorded_graph import MAX_SHAPES, recordable
-from tunecompile.runtime.cuda_graphs.recording import device_of
+from tunecompile.runtime.cuda_graphs.recording import device_of, first_line
 from tunecompile.runtime.cuda_graphs.stack_recording import StackRecording
 
 AGREED = 1  #: passes like the first one, from which on a chain is recorded
+UNUSED = 200  #: passes of other chains, after which one is forgotten
 MAX_BROKEN = 8  #: passes that were replayed in vain, from which on a chain is left alone
 
 
@@ -52,6 +54,10 @@ class Owner(Protocol):
         """A buffer for an input."""
         ...
 
+    def forget_buffers(self, graph: Any) -> None:
+        """Drop those of a graph."""
+        ...
+
 
 @dataclass
 class ShapeOfChain:
@@ -69,7 +75,8 @@ class Pass:
     def __init__(self, call: Call, inputs: Sequence[Any], result: Tensor | None, clock: Clock | None):
         self.calls, self.shape, self.clock = [call], shape_of(inputs), clock
         self.first = [weakref.ref(value) if isinstance(value, Tensor) else value for value in inputs]
-        self.previous = _weakly(result)
+        self.versions = versions(inputs)
+        self.previous, self.kind = _weakly(result), _kind_of(result)
         self.learns = True  #: whether calls are compared with those of other passes
 
     def goes_on(self, inputs: Sequence[Any]) -> bool:
@@ -77,13 +84,31 @@ class Pass:
         previous = self.previous()
         return previous is not None and any(value is previous for value in inputs)
 
-    def add(self, link: Link, inputs: Sequence[Any], result: Tensor | None) -> None:
-        """The next call."""
+    def add(self, link: Link, inputs: Sequence[Any], result: Tensor | None) -> bool:
+        """The next call. Returns whether it may be in one recording with those before: its result is of their kind, and
+        nobody has written to their arguments since.
+        """
         previous, self.previous = self.previous(), _weakly(result)
         if not self.learns:
-            return
+            return True
         first = [value() if isinstance(value, weakref.ref) else value for value in self.first]
         self.calls.append(Call.after(link, inputs, first, previous))
+        written = any(self.versions.get(at, now) != now for at, now in versions(first).items())
+        return _kind_of(result) == self.kind and not written
+
+
+def versions(values: Sequence[Any]) -> dict[int, int]:
+    """How often each tensor was written to, by its id. (4-bit parameters would answer each question in Python.)"""
+    with plain_tensors():
+        return {id(v): 0 if v.is_inference() else v._version for v in values if isinstance(v, Tensor)}
+
+
+def _kind_of(value: Tensor | None) -> tuple:
+    return () if value is None else (value.shape, value.stride(), value.dtype, value.requires_grad)
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 def _weakly(value: Tensor | None) -> Callable[[], Tensor | None]:
@@ -95,10 +120,18 @@ def _nothing() -> None:
 
 
 class Replayed:
-    """A pass that was replayed at its first call. Those that follow are compared with it."""
+    """A pass that was replayed at its first call. Those that follow are compared with it.
 
-    def __init__(self, chain: Chain, inputs: Sequence[Any]):
+    Args:
+        chain: of its calls.
+        inputs: of the first call.
+        fixed: tensors that are the same in every pass.
+    """
+
+    def __init__(self, chain: Chain, inputs: Sequence[Any], fixed: Sequence[Tensor]):
         self.chain, self.inputs = chain, list(inputs)
+        self.read = [value for at in chain.read() if isinstance(value := inputs[at], Tensor)]
+        self.versions = versions([*fixed, *self.read])
         self.output: Tensor | None = None  #: of all calls, in place of those between
         self.done = 1  #: calls
         self.results: dict[int, Tensor] = {}  #: that somebody looked at, by the number of calls before
@@ -106,19 +139,32 @@ class Replayed:
         self.given: Any = None  #: the arguments of the layer that began it
 
     def follows(self, link: Link, inputs: Sequence[Any]) -> bool:
-        """Whether this is the next call."""
-        return self.chain.calls[self.done].takes(link, inputs, self.inputs, self.output)
+        """Whether this is the next call, and nobody has written to what it reads since the first."""
+        call = self.chain.calls[self.done]
+        if not call.takes(link, inputs, self.inputs, self.output):
+            return False
+        now = versions([*call.fixed(), *self.read])
+        return all(self.versions.get(at) == version for at, version in now.items())
+
+    @property
+    def key(self) -> tuple:
+        """Of its chain."""
+        return self.chain.calls[0].key
 
     @property
     def over(self) -> bool:
         """Whether all calls came."""
         return self.done == len(self.chain.calls)
 
+    def held(self) -> list[Any]:
+        """Tensors in place of results that somebody holds, but for the last one, which the last call was given."""
+        return [each for ref in self.late[:-1] if (each := ref()) is not None]
+
     def result(self, calls: int) -> Tensor:
         """What so many calls give, run one by one."""
         if calls not in self.results:
-            with torch.enable_grad():
-                self.results[calls] = self.chain.run(self.inputs, calls)
+            known = max((done for done in self.results if done < calls), default=0)
+            self.results[calls] = self.chain.run(self.inputs, calls, known=(known, self.results.get(known)))
         return self.results[calls]
 
 
@@ -140,11 +186,12 @@ class Stacks:
         self.watched: Pass | None = None
         self.replayed: Replayed | None = None  #: the pass under way
         self.joins = False  #: whether the layer that runs may be part of a stack
+        self.thread = 0  #: whose layers are watched: that of the first
         self.arguments: Sequence[Tensor] = ()  #: of that layer
         #: whether layers are not recorded one by one yet: they may be together soon
         self.learns = False
-        self.written: set[tuple] = set()  #: calls that write into what they are given
-        self.recorded = 0
+        self.apart: set[tuple] = set()  #: calls that do more than return a result, and are in no stack
+        self.recorded = self.passes = 0
 
     @contextlib.contextmanager
     def joining(self, arguments: Sequence[Tensor] = ()) -> Iterator[None]:
@@ -163,6 +210,8 @@ class Stacks:
 
     def call(self, link: Link, inputs: Sequence[Any]) -> Any:
         """The outputs of a link's call."""
+        if self.thread != get_ident():
+            return link.run(*inputs)
         if self.replayed is not None:
             if self.joins and self.replayed.follows(link, inputs):
                 return [self._go_on(self.replayed)]
@@ -176,16 +225,43 @@ class Stacks:
             self._finish()
             return self._begin(link, inputs, key)
         outputs = self._run(link, inputs, key) if self.watched.learns else link.run(*inputs)
-        self.watched.add(link, inputs, result_of(outputs))
+        if not self.watched.add(link, inputs, result_of(outputs)):
+            self.apart.add(key)
         return outputs
 
-    def result(self, under_way: Replayed, calls: int) -> Tensor:
-        """What so many calls of a pass give, at which somebody looks: it goes on layer by layer."""
+    @property
+    def learnt(self) -> Tensor | None:
+        """The result of the call that ran last, where it is compared with those of other passes."""
+        return self.watched.previous() if self.watched is not None and self.watched.learns else None
+
+    def refuse(self) -> None:
+        """The layer that ran last does more than return its result: it is no part of a stack."""
+        if self.watched is not None:
+            self.apart.add(self.watched.calls[-1].key)
+
+    def result(self, under_way: Replayed, calls: int, leave: Callable[[Tensor], Tensor] = _itself) -> Tensor:
+        """What so many calls of a pass give, at which somebody looks: it goes on layer by layer.
+
+        leave: what is returned of it.
+        """
         if self.replayed is under_way:
             self._end(under_way)
-            self.broken[under_way.chain.calls[0].key] += 1
-        with self._alone():
-            return under_way.result(calls)
+            self.broken[under_way.key] += 1
+        with self._as_layers_run():
+            return leave(under_way.result(calls))
+
+    def begin(self, arguments: Sequence[Any]) -> bool:
+        """Before a layer's call: let go of a pass that was left, by an error, say, where this is none of its layers.
+
+        Returns:
+            Whether the call is one of the thread whose layers are watched.
+        """
+        self.thread = self.thread or get_ident()
+        if self.thread != get_ident():
+            return False
+        if self.replayed is not None and not any(value is self.replayed.output for value in arguments):
+            self._end(self.replayed)
+        return True
 
     def left(self, value: Any) -> Any:
         """A layer's argument; for what was replayed, the real result of the layers before it."""
@@ -195,7 +271,7 @@ class Stacks:
 
     def forget(self) -> None:
         """Drop all recordings."""
-        self.replayed = self.watched = None
+        self.replayed, self.watched, self.thread = None, None, 0
         for chain in self.chains.values():
             self._drop(chain)
 
@@ -204,6 +280,13 @@ class Stacks:
         """How many calls of layers are recorded, each shape counted."""
         found = ((chain, shape) for chain in self.chains.values() for shape in chain.shapes.values())
         return sum(len(chain.calls) for chain, shape in found if shape.recording is not None)
+
+    @contextlib.contextmanager
+    def _as_layers_run(self) -> Iterator[None]:
+        """Inside, whoever reads has no say in how layers run: under `no_grad`, autocast or a checkpoint, perhaps."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _itself)
+        with self._alone(), torch.inference_mode(False), torch.enable_grad(), no_autocast(), hooks:
+            yield
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -218,16 +301,23 @@ class Stacks:
         under_way.done += 1
         output = under_way.output
         assert output is not None
-        if under_way.over:
-            self._end(under_way)
-        return output
+        if not under_way.over:
+            return output
+        self._end(under_way)
+        if not under_way.held():
+            return output
+        self.broken[under_way.key] += 1  # the owner keeps results: the loss goes through them
+        for each in [*under_way.held(), under_way.late[-1]()]:
+            if each is not None:
+                each.real()
+        return self.result(under_way, len(under_way.chain.calls))
 
     def _leave(self, under_way: Replayed, inputs: Sequence[Any], link: Link | None = None) -> list[Any]:
         """The inputs of a call that is not the next one: without what was replayed."""
         output = self._end(under_way)
         if not any(value is output for value in inputs):
             return list(inputs)
-        chain, key = under_way.chain, under_way.chain.calls[0].key
+        chain, key = under_way.chain, under_way.key
         if self.chains.get(key) is chain:
             self._drop(chain)
             if link is None or not chain.narrow(under_way.done, link, inputs, under_way.inputs, output):
@@ -247,6 +337,7 @@ class Stacks:
             shape.recording = None
         self.shared.bytes -= chain.bytes
         chain.bytes = chain.largest = 0
+        self.shared.forget_buffers(chain)
 
     def _begin(self, link: Link, inputs: Sequence[Any], key: tuple) -> Any:
         """The first call of a pass."""
@@ -255,6 +346,9 @@ class Stacks:
         beside = [value for value in self.arguments if id(value) not in read] + sizes
         first = [*inputs, *beside]
         chain = self._known(link, first, key)
+        self.passes += 1
+        if chain is not None:
+            chain.used_at = self.passes
         if chain is not None and len(chain.calls) > 1 and self.broken[key] < MAX_BROKEN:
             output = self._replay(chain, first)
             if output is not None:
@@ -285,7 +379,7 @@ class Stacks:
         outputs = link.run(*inputs)
         with plain_tensors():
             if before != [value._version for value in inputs if isinstance(value, Tensor)]:
-                self.written.add(key)
+                self.apart.add(key)
         return outputs
 
     def _finish(self) -> None:
@@ -298,11 +392,19 @@ class Stacks:
         if chain is None:
             if not seen.learns:
                 return
-            chain = self.chains[key] = Chain(seen.calls)
+            self._clean()
+            chain = self.chains[key] = Chain(seen.calls, used_at=self.passes)
         elif seen.learns:
             self.starts |= {call.key for call in chain.learn(seen.calls)}
         shape = chain.shapes.setdefault(seen.shape, ShapeOfChain())
         shape.seen, shape.clock = shape.seen + 1, shape.clock or seen.clock
+
+    def _clean(self) -> None:
+        """Forget chains whose layers are gone, or are called otherwise: they hold weights."""
+        for key, chain in [*self.chains.items()]:
+            if self.passes - chain.used_at > UNUSED:
+                self._drop(chain)
+                del self.chains[key]
 
     def _replay(self, chain: Chain, inputs: Sequence[Any]) -> Tensor | None:
         """The result of all of the chain; None where it is not replayed."""
@@ -311,12 +413,13 @@ class Stacks:
             return None
         if shape.recording is not None and not shape.recording.fits():
             self._drop(chain)
+            self.broken[chain.calls[0].key] += 1
         if shape.recording is None and self._pays(chain, shape, inputs):
             shape.recording = self._record(chain, shape, inputs)
         if shape.recording is None:
             return None
         self.shared.clock = shape.clock
-        self.replayed = Replayed(chain, inputs)
+        self.replayed = Replayed(chain, inputs, [tensor for tensor, _ in shape.recording.fixed])
         self.replayed.output = shape.recording.replay(inputs, partial(_settle, self.replayed.late))
         return self.replayed.output
 
@@ -326,9 +429,9 @@ class Stacks:
             return False
         if sum(each.recording is not None for each in chain.shapes.values()) >= MAX_SHAPES:
             return False
-        if any(call.key in self.written for call in chain.calls):
+        if any(call.key in self.apart for call in chain.calls):
             return False
-        read = [inputs[position] for position in chain.used()]
+        read = [inputs[position] for position in chain.read()]
         return recordable(read, self.shared.recorder.device) and self._room(chain, shape.clock, inputs)
 
     def _room(self, chain: Chain, clock: Clock, inputs: Sequence[Any]) -> bool:
@@ -355,7 +458,7 @@ class Stacks:
         try:
             made.record(chain, inputs, shared.recorder, self._alone)
         except Exception as error:  # layers are recorded one by one, or run as they did
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             shared.failures.append(note("no-stack-recorded", detail=reason))
             shape.refused = True
             return None

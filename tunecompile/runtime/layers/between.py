@@ -10,12 +10,14 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from tunecompile._torch.autograd import plain_tensors
 from tunecompile.runtime.cuda_graphs.stacks import Replayed, Stacks
 from tunecompile.runtime.layers.late_tensor import LateTensor
 from tunecompile.runtime.unpad.masks.given import hidden_in
@@ -58,15 +60,30 @@ class Between(LateTensor):
 
     def __init__(self, stacks: Stacks, under_way: Replayed, form: Form, shape: tuple[int, ...]):
         calls = under_way.done
-        super().__init__(shape, self.dtype, self.device, lambda: form.leave(stacks.result(under_way, calls)))
-        self.stacks, self.under_way, self.rows = stacks, under_way, form.rows
+        super().__init__(shape, self.dtype, self.device, lambda: stacks.result(under_way, calls, form.leave))
+        self.under_way, self.rows = under_way, form.rows
         under_way.late.append(weakref.ref(self))
+        with plain_tensors():  # `Function.apply` takes it without asking for values
+            self.register_post_accumulate_grad_hook(_pass_back)
 
-    def passed(self, rows: Any) -> Tensor | None:
-        """What the next layer is given in its place, on these rows; None once somebody read it or the pass is over."""
-        if self.make is None or rows is not self.rows or self.stacks.replayed is not self.under_way:
+    def passed(self, rows: Any, under_way: Replayed | None) -> Tensor | None:
+        """What the next layer is given in its place; None once somebody read it, or for a layer of another pass.
+
+        Args:
+            rows: that the layer runs on.
+            under_way: the pass that is under way among its layers.
+        """
+        if self.make is None or rows is not self.rows or under_way is not self.under_way:
             return None
         return self.under_way.output
+
+
+def _pass_back(between: Tensor) -> None:
+    """A gradient has reached a result that was not written: on to what the layers give."""
+    with plain_tensors():
+        gradient, between.grad = between.grad, None
+    assert isinstance(between, Between)
+    torch.autograd.backward(between.real(), gradient, retain_graph=True)  # the loss may go through it, too
 
 
 class Given:
@@ -92,8 +109,8 @@ class Given:
         """
         if not self.plain or len(args) != len(self.args) or kwargs.keys() != self.kwargs.keys():
             return None
-        positions = [_given(*both) for both in zip(args, self.args)]
-        names = {name: _given(value, self.kwargs[name]) for name, value in kwargs.items()}
+        positions = [self._is_given(*both, between) for both in zip(args, self.args)]
+        names = {name: self._is_given(value, self.kwargs[name], between) for name, value in kwargs.items()}
         if False in positions or False in names.values():
             return None
         given, named = self.passed
@@ -102,14 +119,13 @@ class Given:
             {name: between if names.get(name, True) is None else value for name, value in named.items()},
         )
 
-
-def _given(value: Any, other: Any) -> bool | None:
-    """Whether both are the same; None where it is a result that was not written."""
-    if isinstance(value, Between):
-        return None
-    if isinstance(value, (bool, int, float, str)):
-        return type(value) is type(other) and value == other
-    return value is other
+    def _is_given(self, value: Any, other: Any, between: Tensor) -> bool | None:
+        """Whether both are the same; None where it is the result of the layers before that was not written."""
+        if isinstance(value, Between):
+            return None if value.passed(self.form.rows, value.under_way) is between else False
+        if isinstance(value, (bool, int, float, str)):
+            return type(value) is type(other) and value == other
+        return value is other
 
 
 def stand_in(output: Any, stacks: Stacks | None, form: Form, *given: Any) -> Any:
@@ -139,14 +155,18 @@ def stand_in(output: Any, stacks: Stacks | None, form: Form, *given: Any) -> Any
     return left if made else None
 
 
-def passed_on(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def passed_on(stacks: Stacks | None, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """A layer's arguments on a batch as it comes, with what is passed in place of results that were not written.
 
     Mappings and lists stay the caller's own, unless they hold such a result.
     """
     if not any(map(_holds, args)) and not any(map(_holds, kwargs.values())):
         return args, kwargs
-    return tuple(map(_passed, args)), {name: _passed(value) for name, value in kwargs.items()}
+    under_way = None if stacks is None else stacks.replayed
+    return (
+        tuple(_passed(value, under_way) for value in args),
+        {name: _passed(value, under_way) for name, value in kwargs.items()},
+    )
 
 
 def _holds(value: Any) -> bool:
@@ -155,17 +175,17 @@ def _holds(value: Any) -> bool:
     return isinstance(value, Between)
 
 
-def _passed(value: Any) -> Any:
+def _passed(value: Any, under_way: Replayed | None) -> Any:
     if isinstance(value, (tuple, list)) and _holds(value):
         return type(value)(each.real() if isinstance(each, Between) else each for each in value)
     if not isinstance(value, Between):
         return value
-    passed = value.passed(None)
+    passed = value.passed(None, under_way)
     return value.real() if passed is None else passed
 
 
 def call_in_stack(
-    stacks: Stacks, call: Callable[..., Any], layer: nn.Module, joins: bool, args: tuple, kwargs: dict
+    stacks: Stacks, call: Callable[..., Any], layer: nn.Module, kept: Callable | None, args: tuple, kwargs: dict
 ) -> Any:
     """A layer's call, which may begin, continue or end a stack.
 
@@ -173,15 +193,37 @@ def call_in_stack(
         stacks: of the model.
         call: runs the layer's compiled code.
         layer: as it is in the model.
-        joins: whether it may be a part of a stack.
+        kept: returns what the layer's modules hold; None where it may not be a part of a stack.
         args, kwargs: of the layer.
     """
-    if joins and stacks.replayed is None:
-        with stacks.joining([each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]):
-            return call(layer, *args, **kwargs)
-    if joins and (output := go_on(stacks, call, layer, args, kwargs)) is not None:
+    if not stacks.begin((*args, *kwargs.values())):
+        return call(layer, *args, **kwargs)
+    if kept is not None and stacks.replayed is None:
+        return _watched(stacks, call, layer, kept, args, kwargs)
+    if kept is not None and (output := go_on(stacks, call, layer, args, kwargs)) is not None:
         return output
     return call(layer, *map(stacks.left, args), **{name: stacks.left(value) for name, value in kwargs.items()})
+
+
+def _watched(
+    stacks: Stacks, call: Callable[..., Any], layer: nn.Module, kept: Callable, args: tuple, kwargs: dict
+) -> Any:
+    """A layer's call that may begin a stack, or is compared with its calls before: does it keep its result, or what it
+    is given? Of a result that nobody keeps there are as many references as of a new tensor. (Autograd keeps inputs.)
+    """
+    hidden = hidden_in(args, kwargs)
+    with stacks.joining([each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]):
+        output = call(layer, *args, **kwargs)
+    result = stacks.learnt
+    if result is None:
+        return output
+    new = returned = torch.empty(0, device="cpu")  # `returned` holds it as `output` does the result
+    keeps = getrefcount(result) > getrefcount(new) or any(value is hidden or value is result for value in kept())
+    places = [value is result for value in pytree.tree_leaves(output) if value is result or value is hidden]
+    if keeps or places != [True]:
+        stacks.refuse()
+    del returned
+    return output
 
 
 def go_on(stacks: Stacks, call: Callable[..., Any], layer: nn.Module, args: tuple, kwargs: dict) -> Any:

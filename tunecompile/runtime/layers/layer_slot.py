@@ -7,6 +7,7 @@ import enum
 import functools
 import math
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ class LayerSlot(PlacedLayer):
     def _as_it_comes(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
         """The call on the batch, with masks that were not made yet: Dynamo cannot trace what computes them."""
         given = args, kwargs
-        args, kwargs = passed_on(*given)
+        args, kwargs = passed_on(self.stacks, *given)
         if self.padding is not None and self.padding.recorded:
             args, kwargs = real_masks(args), real_masks(kwargs)
         before = entries_before(args, kwargs)
@@ -410,7 +411,7 @@ class LayerSlot(PlacedLayer):
         """
         stacks, budget = self.stacks, self.budget
         under_way = None if stacks is None else stacks.replayed
-        if under_way is None or under_way.given is None or self.joined is None:
+        if under_way is None or under_way.given is None or self.joined is None or stacks.thread != get_ident():
             return None
         passed = under_way.given.passed_with(args, kwargs, under_way.output)
         self.hooks = self.inside.hooks
@@ -450,7 +451,8 @@ class LayerSlot(PlacedLayer):
             else:
                 joins = joins and self.variant.is_one_graph and not collected.asked
                 self.joined = (self.variant, self._setting) if joins else None
-                output = call_in_stack(self.stacks, self.variant.call, self.layer, joins, args, kwargs)
+                kept = self.inside.kept if joins else None
+                output = call_in_stack(self.stacks, self.variant.call, self.layer, kept, args, kwargs)
         if shared is not None:
             shared.hand_back()
         return output

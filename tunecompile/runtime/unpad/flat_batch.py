@@ -308,7 +308,7 @@ class FlatBatch:
         None where it is another tensor, was written to, or where a hook waits for its gradient.
         """
         if isinstance(padded, Between):
-            return padded.passed(self.rows)
+            return padded.passed(self.rows, padded.under_way)
         if self.rows.last is None:
             return None
         made, state, flat = self.rows.last
