@@ -125,11 +125,12 @@ class Replayed:
     Args:
         chain: of its calls.
         inputs: of the first call.
-        fixed: tensors that are the same in every pass.
+        recording: that is replayed.
     """
 
-    def __init__(self, chain: Chain, inputs: Sequence[Any], fixed: Sequence[Tensor]):
-        self.chain, self.inputs = chain, list(inputs)
+    def __init__(self, chain: Chain, inputs: Sequence[Any], recording: StackRecording):
+        self.chain, self.inputs, self.copied = chain, list(inputs), recording.copied
+        fixed = [tensor for tensor, _ in recording.fixed]
         self.read = [value for at in chain.read() if isinstance(value := inputs[at], Tensor)]
         self.versions = versions([*fixed, *self.read])
         self.output: Tensor | None = None  #: of all calls, in place of those between
@@ -163,9 +164,16 @@ class Replayed:
     def result(self, calls: int) -> Tensor:
         """What so many calls give, run one by one."""
         if calls not in self.results:
+            self._take_back()
             known = max((done for done in self.results if done < calls), default=0)
             self.results[calls] = self.chain.run(self.inputs, calls, known=(known, self.results.get(known)))
         return self.results[calls]
+
+    def _take_back(self) -> None:
+        """Inputs that were written to since, as they were: the recording has copies."""
+        for at, buffer in self.copied:
+            if versions([self.inputs[at]])[id(self.inputs[at])] != self.versions.get(id(self.inputs[at]), 0):
+                self.inputs[at] = buffer.clone()
 
 
 def _settle(late: Sequence[weakref.ref]) -> None:
@@ -419,7 +427,7 @@ class Stacks:
         if shape.recording is None:
             return None
         self.shared.clock = shape.clock
-        self.replayed = Replayed(chain, inputs, [tensor for tensor, _ in shape.recording.fixed])
+        self.replayed = Replayed(chain, inputs, shape.recording)
         self.replayed.output = shape.recording.replay(inputs, partial(_settle, self.replayed.late))
         return self.replayed.output
 
