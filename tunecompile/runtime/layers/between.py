@@ -63,7 +63,7 @@ class Between(LateTensor):
         super().__init__(shape, self.dtype, self.device, lambda: stacks.result(under_way, calls, form.leave))
         self.under_way, self.rows = under_way, form.rows
         under_way.late.append(weakref.ref(self))
-        with plain_tensors():  # `Function.apply` takes it without asking for values
+        with plain_tensors():  # `Function.apply` takes it as it is
             self.register_post_accumulate_grad_hook(_pass_back)
 
     def passed(self, rows: Any, under_way: Replayed | None) -> Tensor | None:
@@ -209,7 +209,8 @@ def _watched(
     stacks: Stacks, call: Callable[..., Any], layer: nn.Module, kept: Callable, args: tuple, kwargs: dict
 ) -> Any:
     """A layer's call that may begin a stack, or is compared with its calls before: does it keep its result, or what it
-    is given? Of a result that nobody keeps there are as many references as of a new tensor. (Autograd keeps inputs.)
+    is given? Of a result that nobody keeps there are as many references as when its graph had returned it. (Inputs
+    autograd keeps, too.)
     """
     hidden = hidden_in(args, kwargs)
     with stacks.joining([each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]):
@@ -217,12 +218,10 @@ def _watched(
     result = stacks.learnt
     if result is None:
         return output
-    new = returned = torch.empty(0, device="cpu")  # `returned` holds it as `output` does the result
-    keeps = getrefcount(result) > getrefcount(new) or any(value is hidden or value is result for value in kept())
+    keeps = getrefcount(result) > stacks.references or any(value is hidden or value is result for value in kept())
     places = [value is result for value in pytree.tree_leaves(output) if value is result or value is hidden]
     if keeps or places != [True]:
         stacks.refuse()
-    del returned
     return output
 
 
