@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from tunecompile._torch.autograd import plain_tensors
 from tunecompile.runtime.cuda_graphs.stacks import Replayed, Stacks
 from tunecompile.runtime.layers.late_tensor import LateTensor
+from tunecompile.runtime.layers.module_watch import not_on_modules
 from tunecompile.runtime.unpad.masks.given import hidden_in
 
 __all__ = ["Between", "Form", "call_in_stack", "go_on", "passed_on", "stand_in"]
@@ -64,7 +65,7 @@ class Between(LateTensor):
         self.under_way, self.rows = under_way, form.rows
         under_way.late.append(weakref.ref(self))
         with plain_tensors():  # `Function.apply` takes it as it is
-            self.register_post_accumulate_grad_hook(_pass_back)
+            not_on_modules(self.register_post_accumulate_grad_hook, _pass_back)
 
     def passed(self, rows: Any, under_way: Replayed | None) -> Tensor | None:
         """What the next layer is given in its place; None once somebody read it, or for a layer of another pass.

@@ -40,8 +40,13 @@ class _Registered:
 
 def hook_node(node: Any, hook: Callable) -> None:
     """Have a hook run before a node's backward. It is not taken for one on a module."""
+    not_on_modules(node.register_prehook, hook)
+
+
+def not_on_modules(register: Callable, hook: Callable) -> None:
+    """Register a hook that is on no module."""
     before = RemovableHandle.next_id
-    node.register_prehook(hook)
+    register(hook)
     _Registered.ours += RemovableHandle.next_id - before
 
 
