@@ -20,7 +20,8 @@ from tunecompile.runtime.cuda_graphs.pool import next_pool
 DIFFERED = 1  #: passes that may differ by chance
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def itself(tensor: Tensor) -> Tensor:
+    """The tensor."""
     return tensor
 
 
@@ -130,7 +131,7 @@ def _is_from(source: Source, value: Any, first: Sequence[Any], previous: Any) ->
         return source() is value
     if source is Varies:
         return True
-    other = _value(source, first, previous, _itself)  # of several positions, what was recorded read this one
+    other = _value(source, first, previous, itself)  # of several positions, what was recorded read this one
     return other is value or _is_number(other, value)
 
 
@@ -202,7 +203,7 @@ class Chain:
         self,
         inputs: Sequence[Any],
         upto: int,
-        given: Callable[[Tensor], Tensor] = _itself,
+        given: Callable[[Tensor], Tensor] = itself,
         known: tuple[int, Tensor | None] = (0, None),
     ) -> Any:
         """The result of so many calls, run one after the other.

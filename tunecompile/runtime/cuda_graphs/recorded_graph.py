@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -63,6 +64,19 @@ class Replays(Holder, Protocol):
     ) -> Recording | None:
         """Record one call; None where it cannot be recorded."""
         ...
+
+
+@contextlib.contextmanager
+def unrecorded(replays: Replays | None) -> Iterator[None]:
+    """Inside, no call is replayed or recorded: no backward follows, for which recordings would hold what is saved."""
+    before = replays is not None and replays.paused
+    if replays is not None:
+        replays.paused = True
+    try:
+        yield
+    finally:
+        if replays is not None:
+            replays.paused = before
 
 
 class Phase(Enum):

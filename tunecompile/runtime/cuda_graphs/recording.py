@@ -138,11 +138,6 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(some_targets, some_sources)
 
 
-def first_line(error: Exception) -> str:
-    """What an error says, in one line; some say nothing."""
-    return (str(error).strip().splitlines() or [""])[0][:200]
-
-
 def are_unheld(values: list[Tensor]) -> bool:
     """Whether nothing but this list holds the tensors: neither autograd nor Python."""
     return all(value._use_count() == 1 and getrefcount(value) == UNHELD for value in values)

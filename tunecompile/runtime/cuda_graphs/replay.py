@@ -15,21 +15,21 @@ what the largest one needs.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tunecompile.errors import summary
 from tunecompile.notes import Note, note
 from tunecompile.runtime.cuda_graphs.allowance import Allowance
 from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock, HostTime
 from tunecompile.runtime.cuda_graphs.pool import RecordingPool
 from tunecompile.runtime.cuda_graphs.recorded_graph import Backward, Forward, Run
-from tunecompile.runtime.cuda_graphs.recording import Recording, device_of, first_line
+from tunecompile.runtime.cuda_graphs.recording import Recording, device_of
 from tunecompile.runtime.cuda_graphs.stacks import Stacks
 
 MAX_SHARE = 0.25  #: of the device's memory that recordings may take beyond what the process had taken before each
@@ -171,8 +171,7 @@ class GraphReplays:
         try:
             outputs, play = self._capture(lambda: graph.run(list(arguments)), pool, device)
         except Exception as error:  # a call that waits for the device, say: it runs as it did
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            self.failures.append(note("no-cuda-graph", detail=reason))
+            self.failures.append(note("no-cuda-graph", detail=summary(error)))
             return None
         outputs = list(outputs)
         handed = len(outputs) if handed is None else handed
@@ -235,16 +234,3 @@ class GraphReplays:
 
 def _storage(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()
-
-
-@contextlib.contextmanager
-def unrecorded(replays: GraphReplays | None) -> Iterator[None]:
-    """Inside, no call is replayed or recorded: no backward follows, for which recordings would hold what is saved."""
-    before = replays is not None and replays.paused
-    if replays is not None:
-        replays.paused = True
-    try:
-        yield
-    finally:
-        if replays is not None:
-            replays.paused = before

@@ -13,7 +13,6 @@ one by one, and the pass goes on as if nothing had been replayed.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,12 +24,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tunecompile._torch.autograd import no_autocast, plain_tensors
+from tunecompile._torch.autograd import no_autocast
+from tunecompile.errors import summary
 from tunecompile.notes import Note, note
-from tunecompile.runtime.cuda_graphs.chain import DIFFERED, Call, Chain, Link, key_of, result_of, shape_of
+from tunecompile.runtime.cuda_graphs.chain import DIFFERED, Call, Chain, Link, itself, key_of, result_of, shape_of
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
-from tunecompile.runtime.cuda_graphs.recorded_graph import MAX_SHAPES, recordable
-from tunecompile.runtime.cuda_graphs.recording import device_of, first_line
+from tunecompile.runtime.cuda_graphs.recorded_graph import MAX_SHAPES, Replays, recordable, unrecorded
+from tunecompile.runtime.cuda_graphs.recording import device_of
+from tunecompile.runtime.cuda_graphs.stack_pass import Pass, Replayed, settle, versions
 from tunecompile.runtime.cuda_graphs.stack_recording import StackRecording
 
 AGREED = 1  #: passes like the first one, from which on a chain is recorded
@@ -38,13 +39,9 @@ UNUSED = 200  #: passes of other chains, after which one is forgotten
 MAX_BROKEN = 8  #: passes that were replayed in vain, from which on a chain is left alone
 
 
-class Owner(Protocol):
+class Owner(Replays, Protocol):
     """What recordings of one model share: `replay.GraphReplays`."""
 
-    clock: Clock | None
-    paused: bool
-    bytes: int
-    recorder: Any
     failures: list[Note]
 
     def room(self, inputs: Sequence[Any], needed: int = 0, layers: int = 0) -> bool:
@@ -64,126 +61,9 @@ class Owner(Protocol):
 class ShapeOfChain:
     """What is known of a chain's passes of one shape."""
 
-    seen: int = 0  #: passes that were watched
     clock: Clock | None = None  #: of the last graph that ran
     recording: StackRecording | None = None
     refused: bool = False
-
-
-class Pass:
-    """A pass that is watched, call by call. It keeps no tensor alive."""
-
-    def __init__(self, call: Call, inputs: Sequence[Any], result: Tensor | None, clock: Clock | None):
-        self.calls, self.shape, self.clock = [call], shape_of(inputs), clock
-        self.first = [weakref.ref(value) if isinstance(value, Tensor) else value for value in inputs]
-        self.versions = versions(inputs)
-        self.previous, self.kind = _weakly(result), _kind_of(result)
-        self.learns = True  #: whether calls are compared with those of other passes
-        self.apart: set[tuple] = set()  #: calls that did more than return a result
-
-    def goes_on(self, inputs: Sequence[Any]) -> bool:
-        """Whether a call is given what the last one returned."""
-        previous = self.previous()
-        return previous is not None and any(value is previous for value in inputs)
-
-    def add(self, link: Link, inputs: Sequence[Any], result: Tensor | None) -> None:
-        """The next call. It is in no recording with those before if its result is of another kind, or if somebody has
-        written to their arguments since.
-        """
-        previous, self.previous = self.previous(), _weakly(result)
-        if not self.learns:
-            return
-        first = [value() if isinstance(value, weakref.ref) else value for value in self.first]
-        self.calls.append(Call.after(link, inputs, first, previous))
-        written = any(self.versions.get(at, now) != now for at, now in versions(first).items())
-        if written or _kind_of(result) != self.kind:
-            self.apart.add(self.calls[-1].key)
-
-
-def versions(values: Sequence[Any]) -> dict[int, int]:
-    """How often each tensor was written to, by its id. (4-bit parameters would answer each question in Python.)"""
-    with plain_tensors():
-        return {id(v): 0 if v.is_inference() else v._version for v in values if isinstance(v, Tensor)}
-
-
-def _kind_of(value: Tensor | None) -> tuple:
-    return () if value is None else (value.shape, value.stride(), value.dtype, value.requires_grad)
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value
-
-
-def _weakly(value: Tensor | None) -> Callable[[], Tensor | None]:
-    return _nothing if value is None else weakref.ref(value)
-
-
-def _nothing() -> None:
-    return None
-
-
-class Replayed:
-    """A pass that was replayed at its first call. Those that follow are compared with it.
-
-    Args:
-        chain: of its calls.
-        inputs: of the first call.
-        recording: that is replayed.
-    """
-
-    def __init__(self, chain: Chain, inputs: Sequence[Any], recording: StackRecording):
-        self.chain, self.inputs, self.copied = chain, list(inputs), recording.copied
-        fixed = [tensor for tensor, _ in recording.fixed]
-        self.read = [value for at in chain.read() if isinstance(value := inputs[at], Tensor)]
-        self.versions = versions([*fixed, *self.read])
-        self.output: Tensor | None = None  #: of all calls, in place of those between
-        self.done = 1  #: calls
-        self.results: dict[int, Tensor] = {}  #: that somebody looked at, by the number of calls before
-        self.late: list[weakref.ref] = []  #: tensors in place of results that were not written
-        self.given: Any = None  #: the arguments of the layer that began it
-
-    def follows(self, link: Link, inputs: Sequence[Any]) -> bool:
-        """Whether this is the next call, and nobody has written to what it reads since the first."""
-        call = self.chain.calls[self.done]
-        if not call.takes(link, inputs, self.inputs, self.output):
-            return False
-        now = versions([*call.fixed(), *self.read])
-        return all(self.versions.get(at) == version for at, version in now.items())
-
-    @property
-    def key(self) -> tuple:
-        """Of its chain."""
-        return self.chain.calls[0].key
-
-    @property
-    def over(self) -> bool:
-        """Whether all calls came."""
-        return self.done == len(self.chain.calls)
-
-    def held(self) -> list[Any]:
-        """Tensors in place of results that somebody holds, but for the last one, which the last call was given."""
-        return [each for ref in self.late[:-1] if (each := ref()) is not None]
-
-    def result(self, calls: int) -> Tensor:
-        """What so many calls give, run one by one."""
-        if calls not in self.results:
-            self._take_back()
-            known = max((done for done in self.results if done < calls), default=0)
-            self.results[calls] = self.chain.run(self.inputs, calls, known=(known, self.results.get(known)))
-        return self.results[calls]
-
-    def _take_back(self) -> None:
-        """Inputs that were written to since, as they were: the recording has copies."""
-        for at, buffer in self.copied:
-            if versions([self.inputs[at]])[id(self.inputs[at])] != self.versions.get(id(self.inputs[at]), 0):
-                self.inputs[at] = buffer.clone()
-
-
-def _settle(late: Sequence[weakref.ref]) -> None:
-    """Make what somebody still holds, before weights change."""
-    for held in [each() for each in late]:
-        if held is not None:
-            held.real()
 
 
 class Stacks:
@@ -252,7 +132,7 @@ class Stacks:
         if self.watched is not None:
             self.watched.apart.add(self.watched.calls[-1].key)
 
-    def result(self, under_way: Replayed, calls: int, leave: Callable[[Tensor], Tensor] = _itself) -> Tensor:
+    def result(self, under_way: Replayed, calls: int, leave: Callable[[Tensor], Tensor] = itself) -> Tensor:
         """What so many calls of a pass give, at which somebody looks: it goes on layer by layer.
 
         leave: what is returned of it.
@@ -297,18 +177,9 @@ class Stacks:
     @contextlib.contextmanager
     def _as_layers_run(self) -> Iterator[None]:
         """Inside, whoever reads has no say in how layers run: under `no_grad`, autocast or a checkpoint, perhaps."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _itself)
-        with self._alone(), torch.inference_mode(False), torch.enable_grad(), no_autocast(), hooks:
+        hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, itself)
+        with unrecorded(self.shared), torch.inference_mode(False), torch.enable_grad(), no_autocast(), hooks:
             yield
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Inside, no layer is recorded or replayed by itself."""
-        was, self.shared.paused = self.shared.paused, True
-        try:
-            yield
-        finally:
-            self.shared.paused = was
 
     def _go_on(self, under_way: Replayed) -> Tensor:
         under_way.done += 1
@@ -379,8 +250,10 @@ class Stacks:
     def _known(self, link: Link, inputs: Sequence[Any], key: tuple) -> Chain | None:
         """The chain that this call begins, if its passes agreed."""
         chain = self.chains.get(key)
-        if chain is None or chain.agreed < AGREED or chain.begins_with(link, inputs):
-            return chain if chain is not None and chain.agreed >= AGREED else None
+        if chain is None or chain.agreed < AGREED:
+            return None
+        if chain.begins_with(link, inputs):
+            return chain
         self._drop(chain)  # what stayed has changed: learn anew
         del self.chains[key]
         return None
@@ -410,7 +283,7 @@ class Stacks:
         elif seen.learns:
             self.starts |= {call.key for call in chain.learn(seen.calls)}
         shape = chain.shapes.setdefault(seen.shape, ShapeOfChain())
-        shape.seen, shape.clock = shape.seen + 1, shape.clock or seen.clock
+        shape.clock = shape.clock or seen.clock
 
     def _clean(self) -> None:
         """Forget chains whose layers are gone, or are called otherwise: they hold weights."""
@@ -433,7 +306,7 @@ class Stacks:
             return None
         self.shared.clock = shape.clock
         self.replayed = Replayed(chain, inputs, shape.recording)
-        self.replayed.output = shape.recording.replay(inputs, partial(_settle, self.replayed.late))
+        self.replayed.output = shape.recording.replay(inputs, partial(settle, self.replayed.late))
         return self.replayed.output
 
     def _pays(self, chain: Chain, shape: ShapeOfChain, inputs: Sequence[Any]) -> bool:
@@ -469,10 +342,9 @@ class Stacks:
         before, _ = shared.recorder.memory(device)
         made = StackRecording(chain, inputs, lambda position, like: shared.buffer(chain, position, like))
         try:
-            made.record(chain, inputs, shared.recorder, self._alone)
+            made.record(chain, inputs, shared.recorder, partial(unrecorded, shared))
         except Exception as error:  # layers are recorded one by one, or run as they did
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            shared.failures.append(note("no-stack-recorded", detail=reason))
+            shared.failures.append(note("no-stack-recorded", detail=summary(error)))
             shape.refused = True
             return None
         taken = max(0, shared.recorder.memory(device)[0] - before)

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tunecompile._torch.autograd import plain_tensors
-from tunecompile.runtime.cuda_graphs.stacks import Replayed, Stacks
+from tunecompile.runtime.cuda_graphs.chain import itself
+from tunecompile.runtime.cuda_graphs.stack_pass import Replayed
+from tunecompile.runtime.cuda_graphs.stacks import Stacks
 from tunecompile.runtime.layers.late_tensor import LateTensor
 from tunecompile.runtime.layers.module_watch import not_on_modules
 from tunecompile.runtime.unpad.masks.given import hidden_in
@@ -26,16 +28,12 @@ from tunecompile.runtime.unpad.masks.given import hidden_in
 __all__ = ["Between", "Form", "call_in_stack", "go_on", "passed_on", "stand_in"]
 
 
-def _unchanged(value: Tensor) -> Tensor:
-    return value
-
-
 @dataclass(frozen=True)
 class Form:
     """How a layer runs on its batch: on a row of it, or as it comes."""
 
     rows: Any = None  #: what layers on the same row share
-    leave: Callable[[Tensor], Tensor] = _unchanged  #: gives the batch of a row: [1, N, H] -> [B, T, H]
+    leave: Callable[[Tensor], Tensor] = itself  #: gives the batch of a row: [1, N, H] -> [B, T, H]
     batch: tuple = ()  #: rows and length, where it runs on a row
 
 

@@ -24,7 +24,7 @@ from tunecompile.integrations import context_parallel, output_capturing
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
 from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan
-from tunecompile.runtime.cuda_graphs.replay import unrecorded
+from tunecompile.runtime.cuda_graphs.recorded_graph import unrecorded
 from tunecompile.runtime.cuda_graphs.stacks import Stacks
 from tunecompile.runtime.layers.between import Form, call_in_stack, go_on, passed_on, stand_in
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, mark_flat, mark_patches, tensors_in

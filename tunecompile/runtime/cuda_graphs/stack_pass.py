@@ -1,0 +1,126 @@
+"""Passes of chains: one that is watched, call by call, and one that was replayed at its first call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tunecompile._torch.autograd import plain_tensors
+from tunecompile.runtime.cuda_graphs.chain import Call, Chain, Link, shape_of
+from tunecompile.runtime.cuda_graphs.launch_bound import Clock
+from tunecompile.runtime.cuda_graphs.stack_recording import StackRecording
+
+
+class Pass:
+    """A pass that is watched, call by call. It keeps no tensor alive."""
+
+    def __init__(self, call: Call, inputs: Sequence[Any], result: Tensor | None, clock: Clock | None):
+        self.calls, self.shape, self.clock = [call], shape_of(inputs), clock
+        self.first = [weakref.ref(value) if isinstance(value, Tensor) else value for value in inputs]
+        self.versions = versions(inputs)
+        self.previous, self.kind = _weakly(result), _kind_of(result)
+        self.learns = True  #: whether calls are compared with those of other passes
+        self.apart: set[tuple] = set()  #: calls that did more than return a result
+
+    def goes_on(self, inputs: Sequence[Any]) -> bool:
+        """Whether a call is given what the last one returned."""
+        previous = self.previous()
+        return previous is not None and any(value is previous for value in inputs)
+
+    def add(self, link: Link, inputs: Sequence[Any], result: Tensor | None) -> None:
+        """The next call. It is in no recording with those before if its result is of another kind, or if somebody has
+        written to their arguments since.
+        """
+        previous, self.previous = self.previous(), _weakly(result)
+        if not self.learns:
+            return
+        first = [value() if isinstance(value, weakref.ref) else value for value in self.first]
+        self.calls.append(Call.after(link, inputs, first, previous))
+        written = any(self.versions.get(at, now) != now for at, now in versions(first).items())
+        if written or _kind_of(result) != self.kind:
+            self.apart.add(self.calls[-1].key)
+
+
+def versions(values: Sequence[Any]) -> dict[int, int]:
+    """How often each tensor was written to, by its id. (4-bit parameters would answer each question in Python.)"""
+    with plain_tensors():
+        return {id(v): 0 if v.is_inference() else v._version for v in values if isinstance(v, Tensor)}
+
+
+def _kind_of(value: Tensor | None) -> tuple:
+    return () if value is None else (value.shape, value.stride(), value.dtype, value.requires_grad)
+
+
+def _weakly(value: Tensor | None) -> Callable[[], Tensor | None]:
+    return _nothing if value is None else weakref.ref(value)
+
+
+def _nothing() -> None:
+    return None
+
+
+class Replayed:
+    """A pass that was replayed at its first call. Those that follow are compared with it.
+
+    Args:
+        chain: of its calls.
+        inputs: of the first call.
+        recording: that is replayed.
+    """
+
+    def __init__(self, chain: Chain, inputs: Sequence[Any], recording: StackRecording):
+        self.chain, self.inputs, self.copied = chain, list(inputs), recording.copied
+        fixed = [tensor for tensor, _ in recording.fixed]
+        self.read = [value for at in chain.read() if isinstance(value := inputs[at], Tensor)]
+        self.versions = versions([*fixed, *self.read])
+        self.output: Tensor | None = None  #: of all calls, in place of those between
+        self.done = 1  #: calls
+        self.results: dict[int, Tensor] = {}  #: that somebody looked at, by the number of calls before
+        self.late: list[weakref.ref] = []  #: tensors in place of results that were not written
+        self.given: Any = None  #: the arguments of the layer that began it
+
+    def follows(self, link: Link, inputs: Sequence[Any]) -> bool:
+        """Whether this is the next call, and nobody has written to what it reads since the first."""
+        call = self.chain.calls[self.done]
+        if not call.takes(link, inputs, self.inputs, self.output):
+            return False
+        now = versions([*call.fixed(), *self.read])
+        return all(self.versions.get(at) == version for at, version in now.items())
+
+    @property
+    def key(self) -> tuple:
+        """Of its chain."""
+        return self.chain.calls[0].key
+
+    @property
+    def over(self) -> bool:
+        """Whether all calls came."""
+        return self.done == len(self.chain.calls)
+
+    def held(self) -> list[Any]:
+        """Tensors in place of results that somebody holds, but for the last one, which the last call was given."""
+        return [each for ref in self.late[:-1] if (each := ref()) is not None]
+
+    def result(self, calls: int) -> Tensor:
+        """What so many calls give, run one by one."""
+        if calls not in self.results:
+            self._take_back()
+            known = max((done for done in self.results if done < calls), default=0)
+            self.results[calls] = self.chain.run(self.inputs, calls, known=(known, self.results.get(known)))
+        return self.results[calls]
+
+    def _take_back(self) -> None:
+        """Inputs that were written to since, as they were: the recording has copies."""
+        for at, buffer in self.copied:
+            if versions([self.inputs[at]])[id(self.inputs[at])] != self.versions.get(id(self.inputs[at]), 0):
+                self.inputs[at] = buffer.clone()
+
+
+def settle(late: Sequence[weakref.ref]) -> None:
+    """Make what somebody still holds, before weights change."""
+    for held in [each() for each in late]:
+        if held is not None:
+            held.real()
