@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.notes import codes, find, has
+from tunecompile.errors import summary
 from tunecompile.notes import (
     KINDS,
     NOTES,
@@ -165,3 +166,11 @@ def test_tests_find_notes_by_code_reason_and_values():
     assert not has(told, "ran-eagerly", reason="not-traceable") and not has(told, "ran-eagerly", subject="head")
     with pytest.raises(AssertionError, match="no such-code"):
         has(told, "such-code")
+
+
+def test_an_error_is_told_in_one_line():
+    assert summary(ValueError("first\nRuntimeError: second")) == "ValueError: first"
+    assert summary(ValueError()) == "ValueError: "
+    quoted = "An error in a subprocess:\n\nTraceback\n  File\nKeyError: other\nRuntimeError: failed\n\nSet A_FLAG=1"
+    assert summary(ValueError(quoted)) == "ValueError: An error in a subprocess: RuntimeError: failed"
+    assert summary(ValueError("nothing quoted:\nfurther")) == "ValueError: nothing quoted:"

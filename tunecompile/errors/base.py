@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+_RAISED = re.compile(r"\w*(Error|Exception): ")  #: how the last line of a traceback begins
 
 
 def summary(error: BaseException) -> str:
@@ -12,10 +15,12 @@ def summary(error: BaseException) -> str:
         error: any exception.
 
     Returns:
-        The class name, and at most 300 characters of the first line of the message.
+        The class name, and at most 300 characters of the first line of the message; with that of the error it quotes,
+        where the line ends with a colon. (Errors of Inductor's workers quote theirs, with its traceback.)
     """
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    quoted = [line for line in lines[1:] if _RAISED.match(line)] if lines[0].endswith(":") else []
+    return f"{type(error).__name__}: {' '.join([lines[0], *quoted[-1:]])[:300]}"
 
 
 class TunecompileError(Exception):
