@@ -81,7 +81,9 @@ def test_stacks_of_several_shapes(monkeypatch, padded):
 
 def test_dropout_of_a_stack_draws_anew(monkeypatch):
     monkeypatch.setattr(launch_bound.Clock, "decide", lambda self: True)
-    model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=3), lora_dropout=0.5).cuda().train())
+    reference = zoo.adapt(zoo.make("llama", num_hidden_layers=3), lora_dropout=0.5).cuda()
+    # (Triton 3.6 does not compile Inductor's kernel of this dropout in fp32)
+    model = tunecompile.optimize(reference.bfloat16().train())
     batch = zoo.batch(rows=2, length=64, seed=0)
     found = [gradients(model, batch) for _ in range(8)]
     assert state_of(model).replays.stacks.recorded == 1

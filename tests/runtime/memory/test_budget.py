@@ -325,7 +325,7 @@ def test_small_results_of_what_is_computed_again_are_saved(monkeypatch):
     """The inner products of adapters are a few bytes beside the products they were made with."""
     read, trial, inner = {}, partitioner.Partitioner._try, partitioner._cut
 
-    def follow(self, gm, inputs, kwargs, traced, plan):
+    def follow(self, gm, inputs, kwargs, plan):
         def cut(*args):
             graphs = inner(*args)
             read[plan] = [
@@ -336,7 +336,7 @@ def test_small_results_of_what_is_computed_again_are_saved(monkeypatch):
             return graphs
 
         monkeypatch.setattr(partitioner, "_cut", cut)
-        return trial(self, gm, inputs, kwargs, traced, plan)
+        return trial(self, gm, inputs, kwargs, plan)
 
     monkeypatch.setattr(partitioner.Partitioner, "_try", follow)
     narrow = [
