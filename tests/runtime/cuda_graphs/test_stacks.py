@@ -6,6 +6,7 @@ thing.
 
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -259,6 +260,21 @@ def test_evaluation_and_generation_between_steps(pair, replayed):
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
         same(pair, lambda m: once(m, seed=seed))
     assert not of(pair[0]).broken and len(replayed) >= 3
+
+
+@pytest.mark.parametrize(
+    "saved, total, asked, released",
+    [(15, 10_000, 0, False), (25, 10_000, 50, False), (25, 1_000, 50, True), (60, 100, 120, False)],
+)
+def test_a_larger_shape_has_blocks_of_its_own_where_there_is_room(saved, total, asked, released):
+    """Those of smaller shapes cannot be joined: they are given back first where memory is not plenty."""
+    requests, releases = [], []
+    recorder = SimpleNamespace(memory=lambda device: (0, total), release=lambda: releases.append(True))
+    shared = SimpleNamespace(recorder=recorder, bytes=100, forget_buffers=lambda chain: None)
+    shared.room = lambda inputs, needed, layers: requests.append(needed) is None
+    chain = Chain([None, None], bytes=100, largest=40)
+    assert stacks.Stacks(shared)._room(chain, SimpleNamespace(saved=saved), [torch.ones(1)])
+    assert (requests, bool(releases), shared.bytes) == ([asked], released, 0 if released else 100)
 
 
 def test_memory_that_is_given_back(pair):
