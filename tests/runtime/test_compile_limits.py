@@ -18,6 +18,7 @@ from tests.support.compare import assert_same_step
 from tests.support.models.pairs import pair
 from tests.support.notes import find, has
 from tunecompile.compiler.backend import Backend
+from tunecompile.runtime import compile_limits
 from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
 from tunecompile.runtime.layers import variant
 
@@ -144,6 +145,31 @@ def test_the_collector_waits_while_layers_compile(wanted, monkeypatch):
     finally:
         gc.enable() if before else gc.disable()
     assert seen == [False, False]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_leftovers_of_compilations_are_collected_before_the_next_batch(enabled, monkeypatch):
+    """Once, and not where the user keeps the collector off."""
+    collected = []
+
+    def watch(phase, about):
+        if phase == "start" and about["generation"] == 2:
+            collected.append(about)
+
+    monkeypatch.setattr(compile_limits, "LEAVES", 1e-9)
+    model, before = tunecompile.optimize(Stack(Layer), executor="eager"), gc.isenabled()
+    counts = []
+    try:
+        gc.collect()  # nothing is due by itself
+        gc.enable() if enabled else gc.disable()
+        gc.callbacks.append(watch)
+        for _ in range(4):
+            model(data()).sum().backward()
+            counts.append(len(collected))
+    finally:
+        gc.callbacks.remove(watch)
+        gc.enable() if before else gc.disable()
+    assert counts == [0, enabled, enabled, enabled]
 
 
 @pytest.mark.parametrize("ran", [False, True])

@@ -22,6 +22,7 @@ BATCHES = 3  #: at which one function is compiled: at the first, for changing si
 NUMBERS = 4  #: compilations for numbers that differ from layer to layer, behind which floats are symbols
 NODES = 5000  #: of a graph; the layer of a mixture of experts has a few hundred
 SECONDS = 600.0  #: that one compilation may take, before further ones of its region are not begun
+LEAVES = 5.0  #: seconds of compilation whose leftovers are worth a collection
 SLOW = 60.0  #: seconds from which on a compilation is worth a warning
 
 #: a guard on the length of a local list: its reader is a loop that Dynamo unrolls. (Arguments of a call are no such
@@ -57,6 +58,24 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@dataclass
+class Leftovers:
+    """What compilations leave behind. Python's collector goes through all objects there are once these are many more
+    than at its last time: that was a step of three times the others (0.5 s, 1B under TRL). It may as well do so
+    in a step that compiled.
+    """
+
+    seconds: float = 0.0  #: of the compilations whose leftovers are gone
+
+    def collect(self, seconds: float) -> None:
+        """Between two batches, where compilations have taken so many seconds by now."""
+        if seconds - self.seconds < LEAVES:
+            return
+        self.seconds = seconds
+        if gc.isenabled():
+            gc.collect()
 
 
 @dataclass

@@ -13,6 +13,7 @@ from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.integrations.loss_caller import liger_kinds
 from tunecompile.integrations.transformers import gives_cache
 from tunecompile.notes import Note, note
+from tunecompile.runtime.compile_limits import Leftovers
 from tunecompile.runtime.layers.find_layers import LayerStack, find_layers, find_norms, structure
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.layers.module_watch import TURNS
@@ -29,6 +30,7 @@ class Layers(Part):
 
     def __init__(self) -> None:
         self.handles: list[RemovableHandle] = []
+        self.leftovers = Leftovers()
 
     def attach(self, state: State) -> None:
         state.stacks = find_layers(state.model)
@@ -82,6 +84,7 @@ class Layers(Part):
 
     def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
         """Modules inside layers may have come, gone, or got hooks, and their classes other methods."""
+        self.leftovers.collect(sum(region.effort.seconds for region in state.regions))
         late = [slot.follow_modules() for slot in slots]
         for region in state.regions:
             region.classes.look()
