@@ -118,11 +118,14 @@ def test_attention_weights_of_no_row_are_those_of_the_batch():
 
 def test_two_batches_are_compared():
     first = flat_of(4, 6)
-    assert first.same_as(flat_of(4, 6)) and not first.same_as(None)
+    assert first.on_row_of(same := flat_of(4, 6)) is same
     for other in (flat_of(6, 4), flat_of(4, 5), flat_of(4, 6, length=7)):
-        assert not first.same_as(other)
+        assert first.on_row_of(other) is None
     seen = Documents(lengths_mask(4, 6).bool(), read_padding(lengths_mask(4, 6), None).documents.starts, 10, 2, 6, 3)
-    assert not first.same_as(FlatBatch.of(seen)) and flat_of(4, 6).drops and not flat_of(6, 6).drops
+    windowed = FlatBatch.of(seen).on_row_of(first)
+    assert windowed.window == 3 and windowed.rows is first.rows and windowed.offsets is first.offsets
+    assert windowed.on_row_of(first) is not first and first.window == 0
+    assert flat_of(4, 6).drops and not flat_of(6, 6).drops
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16])

@@ -154,16 +154,22 @@ class FlatBatch:
         """Whether hidden states at padding are not computed."""
         return self.real < self.shape[0] * self.shape[1]
 
-    def same_as(self, other: FlatBatch | None) -> bool:
-        """Whether another has the same documents, seen as far back. It waits for the device."""
-        return (
-            other is not None
-            and (self.window, self.real, self.shape) == (other.window, other.real, other.shape)
+    def on_row_of(self, other: FlatBatch) -> FlatBatch | None:
+        """Itself on another's row, so that layers read what the other's layers made of it, however far back each sees.
+
+        Returns:
+            None where the other has other documents. To find that out it waits for the device.
+        """
+        alike = self.rows is other.rows or (
+            (self.real, self.shape) == (other.real, other.shape)
             and self.offsets.shape == other.offsets.shape
             and self.index.shape == other.index.shape
             and torch.equal(self.offsets, other.offsets)
             and torch.equal(self.index, other.index)
         )
+        if not alike or self.window == other.window:
+            return other if alike else None
+        return other.seen_back(self.window)
 
     def enter(self, args: tuple, kwargs: dict, mask: Tensor | None, keep: bool) -> tuple[tuple, dict] | None:
         """A layer's arguments for the row; None where one of them has neither a row nor a column for each token.

@@ -299,8 +299,8 @@ class Unpadding:
             refused = refused or refusals.router_logits(self.owner, call.given)
             decision = decide(mask, windows_of(layer), self.watch, refused, call.joins)
             self.presumptions.learn(layer, decision)
-        if decision.flat is not None and decision.flat.same_as(call.by_rows):  # layers may read each other's results
-            decision = UnpadDecision(call.by_rows)
+        if decision.flat is not None and (joined := self._joined(decision.flat, call)) is not None:
+            decision = UnpadDecision(joined)
         if mask.dim() == 2:
             call.by_rows = decision.flat
         self.masks[place] = MaskDecision(call, version(mask), decision)
@@ -314,6 +314,12 @@ class Unpadding:
         elif decision.reason is not None:
             self._note(decision.reason, decision.batches)
         return decision
+
+    def _joined(self, flat: FlatBatch, call: OwnerCall) -> FlatBatch | None:
+        """The batch on the row of another mask of the call; None where there is none with these documents."""
+        others = [known.decision.flat for known in self.masks.values() if known.call is call]
+        rows = (flat.on_row_of(other) for other in (call.by_rows, *others) if other is not None)
+        return next((row for row in rows if row is not None), None)
 
     def _tell_of_states(self, code: str) -> None:
         """Note that states cross from document to document, where layers could keep them apart."""
