@@ -1,17 +1,18 @@
 """Chains: compiled calls of layers that follow each other, and where each of their inputs comes from.
 
 An input is the result of the call before, or an input of the chain's first call, or the same tensor in every pass
-(weights, most of all). A chain whose passes were alike twice can be run from its first call's inputs alone.
-Arguments of the first layer that its graph does not read count among these: layers of another kind may read them.
+(weights, most of all), or one that a later call brings (`Brought`). A chain whose passes were alike twice can be run
+from its first call's inputs, and from what is brought, alone. Arguments of the first layer that its graph does not read
+count among the former: layers of another kind may read them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -33,8 +34,39 @@ class Varies:
     """Another value in each pass: of a chain's first call alone."""
 
 
+@dataclass(frozen=True)
+class Brought:
+    """Another tensor in each pass, which none of the calls before is given: tables of another kind of layers, say.
+
+    From the call behind it on it is among the inputs of the first one.
+    """
+
+    position: int  #: among these
+
+
+class Held(NamedTuple):
+    """A tensor of one pass that is not among the first call's inputs."""
+
+    tensor: weakref.ref
+    call: int  #: the first that is given it
+    place: int  #: among that call's inputs
+
+    def in_common(self, other: Held) -> Source | None:
+        """What it is in both passes; `Held` with the place alone, where the tensors differ."""
+        mine, theirs = self.tensor(), other.tensor()
+        if mine is theirs and mine is not None:
+            return self.tensor
+        if self[1:] != other[1:] or isinstance(mine, nn.Parameter) or isinstance(theirs, nn.Parameter):
+            return None
+        return Held(_no_tensor, *self[1:])
+
+
+def _no_tensor() -> None:
+    return None
+
+
 #: where an input comes from: the call before, positions among the first call's inputs, or always the same tensor
-Source = type[Previous] | type[Varies] | frozenset[int] | weakref.ref
+Source = type[Previous] | type[Varies] | frozenset[int] | weakref.ref | Brought | Held
 
 
 class Link:
@@ -68,9 +100,19 @@ class Call:
         return Call(link, sources, key_of(link, inputs), len(inputs))
 
     @staticmethod
-    def after(link: Link, inputs: Sequence[Any], first: Sequence[Any], previous: Any) -> Call:
-        """A later one, where `first` are the inputs of the first and `previous` is what the call before returned."""
-        return Call(link, tuple(_source(value, first, previous) for value in inputs), key_of(link, inputs))
+    def after(
+        link: Link, inputs: Sequence[Any], first: Sequence[Any], previous: Any, held: Mapping[int, Held] | None = None
+    ) -> Call:
+        """A later one.
+
+        Args:
+            link, inputs: of the call.
+            first: the inputs of the first.
+            previous: what the call before returned.
+            held: what is known of other tensors that calls were given, by their ids.
+        """
+        sources = tuple(_source(value, first, previous, held or {}) for value in inputs)
+        return Call(link, sources, key_of(link, inputs))
 
     def agreeing(self, other: Call) -> Call | None:
         """What both passes have in common; None where they differ."""
@@ -102,13 +144,28 @@ class Call:
         read = self.sources[: self.reads or None]
         return [value for source in read if isinstance(source, weakref.ref) and (value := source()) is not None]
 
+    def brings(self, inputs: Sequence[Any]) -> dict[int, Tensor]:
+        """What it brings, of its inputs, by its position."""
+        return {s.position: value for s, value in zip(self.sources, inputs) if isinstance(s, Brought)}
 
-def _source(value: Any, first: Sequence[Any], previous: Any) -> Source:
+    def placed(self, positions: Mapping[tuple[int, int], int], number: int) -> Call:
+        """With the positions of what calls bring, by the call and the place there. number: of this call."""
+
+        def place(source: Source) -> Source:
+            if not isinstance(source, Held):
+                return source
+            position = positions[source[1:]]
+            return Brought(position) if source.call == number else frozenset({position})
+
+        return Call(self.link, tuple(map(place, self.sources)), self.key, self.reads)
+
+
+def _source(value: Any, first: Sequence[Any], previous: Any, held: Mapping[int, Held]) -> Source:
     if isinstance(value, Tensor):
         if value is previous:
             return Previous
         places = frozenset(at for at, other in enumerate(first) if other is value)
-        return places or weakref.ref(value)
+        return places or held.get(id(value)) or weakref.ref(value)
     return frozenset(at for at, other in enumerate(first) if _is_number(other, value))
 
 
@@ -121,6 +178,10 @@ def _in_common(one: Source, other: Source) -> Source | None:
         return (one & other) or None
     if isinstance(one, weakref.ref) and isinstance(other, weakref.ref):
         return one if one() is other() and one() is not None else None
+    if isinstance(one, Held) and isinstance(other, Held):
+        return one.in_common(other)
+    if isinstance(one, Brought):
+        return one if isinstance(other, (weakref.ref, Held)) else None
     return one if one is other else None
 
 
@@ -131,6 +192,8 @@ def _is_from(source: Source, value: Any, first: Sequence[Any], previous: Any) ->
         return source() is value
     if source is Varies:
         return True
+    if isinstance(source, Brought):  # by this call
+        return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value is not previous
     other = _value(source, first, previous, itself)  # of several positions, what was recorded read this one
     return other is value or _is_number(other, value)
 
@@ -142,8 +205,8 @@ def _value(source: Source, first: Sequence[Any], previous: Any, given: Callable[
         tensor = source()
         assert tensor is not None, "a weight of a recorded layer is gone"
         return given(tensor)
-    assert isinstance(source, frozenset)
-    value = first[min(source)]
+    assert isinstance(source, (frozenset, Brought))
+    value = first[source.position if isinstance(source, Brought) else min(source)]
     return given(value) if isinstance(value, Tensor) else value  # a weight, perhaps, that two layers share
 
 
@@ -159,6 +222,8 @@ class Chain:
     used_at: int = 0  #: the pass that it began last
     largest: int = 0  #: bytes that the largest of its recordings saves
     pool: int = field(default_factory=next_pool)  #: whose memory its recordings share
+    places: set[int] | None = None  #: see `read`
+    ready: int = 0  #: the last call that brings inputs, from which on all calls can be run
 
     def learn(self, calls: Sequence[Call]) -> list[Call]:
         """Compare with another pass. Of the first call, inputs that differ vary; of all others, none may.
@@ -173,8 +238,7 @@ class Chain:
         compared = [(call, mine.agreeing(call)) for mine, call in zip(self.calls[1:], calls[1:])]
         different = [call for call, common in compared if common is None]
         if not different and len(self.calls) == len(calls):
-            self.calls = [head, *(common for _, common in compared if common is not None)]
-            self.agreed += 1
+            self._agree([head, *(common for _, common in compared if common is not None)])
             return []
         self.agreed, self.differed, self.calls = 0, self.differed + 1, [head, *calls[1:]]
         if self.differed <= DIFFERED:
@@ -182,21 +246,58 @@ class Chain:
         self.calls = [head, *takewhile(lambda call: call not in different, calls[1:])]
         return different
 
+    def _agree(self, calls: list[Call]) -> None:
+        """Take calls as those of all passes."""
+        self.agreed += 1
+        held = [(number, source) for number, call in enumerate(calls) for source in call.sources]
+        bring = [source[1:] for number, source in held if isinstance(source, Held) and source.call == number]
+        size = len(calls[0].sources)
+        positions = {place: size + at for at, place in enumerate(dict.fromkeys(bring))}
+        self._take([call.placed(positions, number) for number, call in enumerate(calls)])
+
+    def _take(self, calls: list[Call]) -> None:
+        bring = (at for at, call in enumerate(calls) if any(isinstance(each, Brought) for each in call.sources))
+        self.calls, self.places, self.ready = calls, None, max(bring, default=0)
+
+    def cut(self, apart: Collection[tuple]) -> list[Call]:
+        """End before the first call that does more than return a result.
+
+        Args:
+            apart: keys of such calls.
+
+        Returns:
+            Calls that begin a chain of their own from now on: these, and those behind them.
+        """
+        places = [at for at, call in enumerate(self.calls) if call.key in apart]
+        if not places:
+            return []
+        begin = [self.calls[at] for place in places for at in (place, place + 1) if 0 < at < len(self.calls)]
+        self._take(self.calls[: max(places[0], 1)])
+        return begin
+
     def begins_with(self, link: Link, inputs: Sequence[Any]) -> bool:
         """Whether its weights and all else that stays are among these inputs of a first call."""
         return self.calls[0].takes(link, inputs, inputs, None)
 
     def read(self) -> set[int]:
-        """Positions of the first call's inputs that any call reads."""
-        later = {min(source) for call in self.calls[1:] for source in call.sources if isinstance(source, frozenset)}
-        return later | {*range(self.calls[0].reads)}
+        """Positions of the first call's inputs, and of what is brought, that any call reads."""
+        if self.places is None:  # asked in each pass
+            sources = [source for call in self.calls[1:] for source in call.sources]
+            later = {min(source) for source in sources if isinstance(source, frozenset)}
+            brought = {source.position for source in sources if isinstance(source, Brought)}
+            self.places = later | brought | {*range(self.calls[0].reads)}
+        return self.places
+
+    def varies(self, position: int) -> bool:
+        """Whether an input of the first call differs from pass to pass."""
+        return self.calls[0].sources[position] is Varies
 
     def narrow(self, place: int, link: Link, inputs: Sequence[Any], first: Sequence[Any], previous: Any) -> bool:
         """Whether a call is the one at this place after all: several of the first inputs were equal before."""
         common = self.calls[place].agreeing(Call.after(link, inputs, first, previous))
         if common is None:
             return False
-        self.calls[place] = common
+        self.calls[place], self.places = common, None
         return True
 
     def run(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from tunecompile._torch.autograd import plain_tensors
-from tunecompile.runtime.cuda_graphs.chain import Call, Chain, Link, shape_of
+from tunecompile.runtime.cuda_graphs.chain import Call, Chain, Held, Link, shape_of
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
 from tunecompile.runtime.cuda_graphs.stack_recording import StackRecording
 
@@ -21,6 +22,7 @@ class Pass:
         self.calls, self.shape, self.clock = [call], shape_of(inputs), clock
         self.first = [weakref.ref(value) if isinstance(value, Tensor) else value for value in inputs]
         self.versions = versions(inputs)
+        self.held: dict[int, Held] = {}  #: what later calls are given, by its id
         self.previous, self.kind = _weakly(result), _kind_of(result)
         self.learns = True  #: whether calls are compared with those of other passes
         self.apart: set[tuple] = set()  #: calls that did more than return a result
@@ -38,10 +40,22 @@ class Pass:
         if not self.learns:
             return
         first = [value() if isinstance(value, weakref.ref) else value for value in self.first]
-        self.calls.append(Call.after(link, inputs, first, previous))
-        written = any(self.versions.get(at, now) != now for at, now in versions(first).items())
+        self._hold(inputs, {id(value) for value in (*first, previous)})
+        self.calls.append(Call.after(link, inputs, first, previous, self.held))
+        present = [*first, *(each.tensor() for each in self.held.values())]
+        written = any(self.versions.setdefault(at, now) != now for at, now in versions(present).items())
         if written or _kind_of(result) != self.kind:
             self.apart.add(self.calls[-1].key)
+
+    def _hold(self, inputs: Sequence[Any], known: Collection[int]) -> None:
+        """Remember the tensors that a call is the first to be given. known: ids of others."""
+        for place, value in enumerate(inputs):
+            if not isinstance(value, Tensor) or id(value) in known:
+                continue
+            before = self.held.get(id(value))
+            if before is None or before.tensor() is not value:
+                self.held[id(value)] = Held(weakref.ref(value), len(self.calls), place)
+                self.versions.pop(id(value), None)  # of another one, that was there before
 
 
 def versions(values: Sequence[Any]) -> dict[int, int]:
@@ -63,18 +77,24 @@ def _nothing() -> None:
 
 
 class Replayed:
-    """A pass that was replayed at its first call. Those that follow are compared with it.
+    """A pass that is replayed at its first call, or at the one that brings the last of its inputs. Those that follow
+    are compared with it.
 
     Args:
         chain: of its calls.
         inputs: of the first call.
-        recording: that is replayed.
+        recording: that is replayed; None where it is to be made first.
     """
 
-    def __init__(self, chain: Chain, inputs: Sequence[Any], recording: StackRecording):
-        self.chain, self.inputs, self.copied = chain, list(inputs), recording.copied
-        fixed = [tensor for tensor, _ in recording.fixed]
-        self.read = [value for at in chain.read() if isinstance(value := inputs[at], Tensor)]
+    def __init__(self, chain: Chain, inputs: Sequence[Any], recording: StackRecording | None):
+        self.chain, self.inputs = chain, list(inputs)
+        if recording is not None:
+            fixed = [tensor for tensor, _ in recording.fixed]
+        else:
+            fixed = [tensor for call in chain.calls for tensor in call.fixed()]
+        self.waits = chain.ready > 0  #: for a call that brings inputs
+        self.copied = [] if self.waits or recording is None else recording.copied
+        self.read = [value for at in chain.read() if at < len(inputs) and isinstance(value := inputs[at], Tensor)]
         self.versions = versions([*fixed, *self.read])
         self.output: Tensor | None = None  #: of all calls, in place of those between
         self.done = 1  #: calls
@@ -88,7 +108,33 @@ class Replayed:
         if not call.takes(link, inputs, self.inputs, self.output):
             return False
         now = versions([*call.fixed(), *self.read])
-        return all(self.versions.get(at) == version for at, version in now.items())
+        if not all(self.versions.get(at) == version for at, version in now.items()):
+            return False
+        for position, value in sorted(call.brings(inputs).items()) if self.waits else ():
+            assert position == len(self.inputs)
+            self.inputs.append(value)
+            self.read.append(value)
+            self.versions |= versions([value])
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """Whether the call that came last has brought what was waited for."""
+        return self.waits and self.done > self.chain.ready
+
+    def keep_copies(self, recording: StackRecording | None) -> None:
+        """Of inputs that somebody may write to before the pass is replayed: where they will be copied anyway."""
+        if recording is not None:
+            recording.load(self.inputs)
+            self.copied = [(at, buffer) for at, buffer in recording.copied if at < len(self.inputs)]
+        else:
+            varies = [at for at in self.chain.read() if at < len(self.inputs) and self.chain.varies(at)]
+            self.copied = [(at, v.detach().clone()) for at in varies if isinstance(v := self.inputs[at], Tensor)]
+
+    def start(self, recording: StackRecording, settled: Callable[[Sequence[weakref.ref]], None]) -> None:
+        """Replay all calls. settled: is given, before the backward, the tensors in place of results."""
+        self.waits, self.copied = False, recording.copied
+        self.output = recording.replay(self.inputs, partial(settled, self.late))
 
     @property
     def key(self) -> tuple:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from tunecompile._torch.autograd import plain_tensors
 from tunecompile.runtime.cuda_graphs.capture import Recorder
-from tunecompile.runtime.cuda_graphs.chain import Chain, Varies
+from tunecompile.runtime.cuda_graphs.chain import Chain, Varies, shape_of
 from tunecompile.runtime.cuda_graphs.recording import are_unheld, copy_all, device_of
 
 
@@ -25,13 +25,16 @@ class StackRecording:
 
     Args:
         chain: whose passes are recorded.
-        inputs: of its first call.
+        inputs: of its first call, and what later calls bring.
         buffer: returns a buffer for an input, by its position, and for the gradient of the result, at -1.
     """
 
     def __init__(self, chain: Chain, inputs: Sequence[Any], buffer: Callable[[int, Tensor], Tensor]):
         sources = chain.calls[0].sources
-        varying = [i for i in sorted(chain.read()) if isinstance(inputs[i], Tensor) and sources[i] is Varies]
+        brought = {*range(len(sources), len(inputs))}
+        read = [i for i in sorted(chain.read()) if isinstance(inputs[i], Tensor)]
+        varying = [i for i in read if i in brought or sources[i] is Varies]
+        self.brought = shape_of(inputs[len(sources) :])  #: shapes of what later calls bring
         self.buffer = buffer
         self.copied = [(i, buffer(i, inputs[i])) for i in varying]
         self.differentiable = [i for i in varying if inputs[i].requires_grad]
@@ -63,7 +66,7 @@ class StackRecording:
         Raises:
             Exception: any, where a call cannot be recorded.
         """
-        self._load(inputs)
+        self.load(inputs)
         given, device = self._stand_ins(inputs), device_of(inputs)
         aliases = {id(tensor): tensor.detach().requires_grad_() for tensor in self.trained}
         leaves = (*(given[i] for i in self.differentiable), *aliases.values())
@@ -87,9 +90,11 @@ class StackRecording:
         gradients = iter([recorder.give_back(gradient, self._play_back) for gradient in found])
         self.gradients = [next(gradients) if is_used else None for is_used in under_way.used]
 
-    def _load(self, inputs: Sequence[Any]) -> None:
+    def load(self, inputs: Sequence[Any]) -> None:
+        """Copy inputs to where they are read; what later calls bring may be missing."""
+        there = [(buffer, inputs[position]) for position, buffer in self.copied if position < len(inputs)]
         with torch.no_grad():
-            copy_all([buffer for _, buffer in self.copied], [inputs[position] for position, _ in self.copied])
+            copy_all([buffer for buffer, _ in there], [value for _, value in there])
 
     def _stand_ins(self, inputs: Sequence[Any]) -> tuple:
         """The inputs, as they are recorded: buffers in the place of those that vary."""
@@ -115,7 +120,7 @@ class StackRecording:
 
     def play(self, inputs: Sequence[Any]) -> Tensor:
         """Run the forward."""
-        self._load(inputs)
+        self.load(inputs)
         self._play()
         return self.output.clone()
 

@@ -65,6 +65,7 @@ class ShapeOfChain:
     """What is known of a chain's passes of one shape."""
 
     clock: Clock | None = None  #: of the last graph that ran
+    kind: tuple = ()  #: shape, strides, dtype and whether it requires a gradient, of what calls return
     recording: StackRecording | None = None
     refused: bool = False
 
@@ -141,8 +142,7 @@ class Stacks:
         leave: what is returned of it.
         """
         if self.replayed is under_way:
-            self._end(under_way)
-            self.broken[under_way.key] += 1
+            self._break(under_way)
         with self._as_layers_run():
             return leave(under_way.result(calls))
 
@@ -186,6 +186,9 @@ class Stacks:
 
     def _go_on(self, under_way: Replayed) -> Tensor:
         under_way.done += 1
+        if under_way.ready and not self._start(under_way):
+            self._break(under_way)
+            return self.result(under_way, under_way.done)
         output = under_way.output
         assert output is not None
         if not under_way.over:
@@ -217,6 +220,13 @@ class Stacks:
         self.replayed = None
         output, under_way.output = under_way.output, None
         return output
+
+    def _break(self, under_way: Replayed) -> None:
+        """Let go of a pass that was replayed in vain, or waits for inputs that follow from what it gives."""
+        self._end(under_way)
+        self.broken[under_way.key] += MAX_BROKEN // 2 if under_way.waits else 1
+        if under_way.waits and self.broken[under_way.key] >= MAX_BROKEN:
+            self.starts |= {call.key for call in under_way.chain.calls[1:]}
 
     def _drop(self, chain: Chain) -> None:
         """Drop the recordings of a chain. A backward that is still to come holds its own."""
@@ -284,9 +294,10 @@ class Stacks:
             self._clean()
             chain = self.chains[key] = Chain(seen.calls, used_at=self.passes)
         elif seen.learns:
-            self.starts |= {call.key for call in chain.learn(seen.calls)}
+            begin = [*chain.learn(seen.calls), *(chain.cut(self.apart) if chain.agreed else ())]
+            self.starts |= {call.key for call in begin}
         shape = chain.shapes.setdefault(seen.shape, ShapeOfChain())
-        shape.clock = shape.clock or seen.clock
+        shape.clock, shape.kind = shape.clock or seen.clock, seen.kind
 
     def _clean(self) -> None:
         """Forget chains whose layers are gone, or are called otherwise: they hold weights."""
@@ -303,14 +314,34 @@ class Stacks:
         if shape.recording is not None and not shape.recording.fits():
             self._drop(chain)
             self.broken[chain.calls[0].key] += 1
-        if shape.recording is None and self._pays(chain, shape, inputs):
+        if shape.recording is None and not self._pays(chain, shape, inputs):
+            return None
+        if shape.recording is None and not chain.ready:
             shape.recording = self._record(chain, shape, inputs)
-        if shape.recording is None:
+        if shape.recording is None and not chain.ready:
             return None
         self.shared.clock = shape.clock
-        self.replayed = Replayed(chain, inputs, shape.recording)
-        self.replayed.output = shape.recording.replay(inputs, partial(settle, self.replayed.late))
-        return self.replayed.output
+        under_way = self.replayed = Replayed(chain, inputs, shape.recording)
+        if not under_way.waits:
+            under_way.start(shape.recording, settle)
+        else:
+            under_way.keep_copies(shape.recording)
+            under_way.output = _of_kind(*shape.kind, device_of(inputs))
+        return under_way.output
+
+    def _start(self, under_way: Replayed) -> bool:
+        """Whether all of a pass was replayed, which has its inputs now."""
+        chain, inputs = under_way.chain, under_way.inputs
+        brought = inputs[len(chain.calls[0].sources) :]
+        shape = chain.shapes.get(shape_of(inputs[: len(inputs) - len(brought)]))
+        if shape is None or not recordable(brought, self.shared.recorder.device):
+            return False
+        if shape.recording is None:
+            shape.recording = self._record(chain, shape, inputs)
+        if shape.recording is None or shape.recording.brought != shape_of(brought):
+            return False
+        under_way.start(shape.recording, settle)
+        return True
 
     def _pays(self, chain: Chain, shape: ShapeOfChain, inputs: Sequence[Any]) -> bool:
         """Whether layers are launch-bound, and can be recorded."""
@@ -320,7 +351,7 @@ class Stacks:
             return False
         if any(call.key in self.apart for call in chain.calls):
             return False
-        read = [inputs[position] for position in chain.read()]
+        read = [inputs[position] for position in chain.read() if position < len(inputs)]
         return recordable(read, self.shared.recorder.device) and self._room(chain, shape.clock, inputs)
 
     def _room(self, chain: Chain, clock: Clock, inputs: Sequence[Any]) -> bool:
@@ -357,3 +388,8 @@ class Stacks:
         chain.bytes += taken
         self.recorded += 1
         return made
+
+
+def _of_kind(shape: tuple, strides: tuple, dtype: torch.dtype, needs_gradient: bool, device: torch.device) -> Tensor:
+    """What stands for the result of a pass that waits for inputs. Nobody reads its values."""
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device).requires_grad_(needs_gradient)
