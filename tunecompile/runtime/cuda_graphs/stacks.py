@@ -391,5 +391,5 @@ class Stacks:
 
 
 def _of_kind(shape: tuple, strides: tuple, dtype: torch.dtype, needs_gradient: bool, device: torch.device) -> Tensor:
-    """What stands for the result of a pass that waits for inputs. Nobody reads its values."""
+    """In place of the result of a pass that waits for inputs. Nobody reads its values."""
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).requires_grad_(needs_gradient)
