@@ -1,0 +1,194 @@
+"""What the code of an owner does between the layers of a stack, and layers that do more than return a result."""
+
+import copy
+
+import pytest
+import torch
+
+import tunecompile
+from tests.support import zoo
+from tests.support.memory.cpu_recorder import CpuRecorder
+from tests.support.notes import has
+from tests.support.stacks import gradients
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Residual(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16)
+
+    def forward(self, hidden_states, *_):
+        return hidden_states + self.inner(hidden_states).sin()
+
+
+class KeepsItsResult(Residual):
+    def forward(self, hidden_states, *_):
+        self.last = super().forward(hidden_states)
+        return self.last
+
+
+class KeepsItsInput(Residual):
+    def forward(self, hidden_states, *_):
+        self.seen = hidden_states
+        return super().forward(hidden_states)
+
+
+class ReturnsItsInput(Residual):
+    def forward(self, hidden_states, *_):
+        return super().forward(hidden_states), hidden_states
+
+
+class ReadsAnArgument(Residual):
+    def forward(self, hidden_states, scale):
+        return super().forward(hidden_states) + scale
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Toy(torch.nn.Module):
+    """An owner whose own code decides what happens between layers."""
+
+    def __init__(self, layer=Residual, between=lambda self, place, hidden: hidden, shared=False):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 16)
+        self.layers = torch.nn.ModuleList([layer() for _ in range(2 if shared else 4)] * (2 if shared else 1))
+        self.between, self.looks, self.kept = between, False, []
+
+    def forward(self, ids):
+        hidden, self.kept = self.embed(ids), []
+        self.scale = torch.ones(1)
+        for place, layer in enumerate(self.layers):
+            hidden = layer(hidden, self.scale)
+            if isinstance(hidden, tuple):
+                self.kept.append(hidden[1])
+                hidden = hidden[0]
+            if self.looks:
+                hidden = self.between(self, place, hidden)
+        return hidden
+
+
+def toys(*given, **named):
+    reference = Toy(*given, **named)
+    return tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
+
+
+def train(models, loss=lambda m, out: out.square().mean(), steps=12, looks=lambda step: step > 6):
+    for step in range(steps):
+        ids, found = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step)), []
+        for m in models:
+            m.zero_grad(set_to_none=True)
+            m.looks = looks(step)
+            value = loss(m, m(ids))
+            value.backward()
+            found.append((value.detach(), gradients(m)))
+        torch.testing.assert_close(found[0][0], found[1][0])
+        assert found[0][1].keys() == found[1][1].keys() and max(zoo.errors(found[0][1], found[1][1]).values()) < 1e-4
+
+
+def test_layers_and_weights_that_are_shared(on_cpu, replayed):
+    train(toys(shared=True))
+    assert replayed
+    models = toys()
+    for m in models:
+        for layer in m.layers:
+            layer.inner.weight = m.layers[0].inner.weight
+    train(models)
+
+
+def aux_loss(m, out):
+    seen = [getattr(layer, "last", getattr(layer, "seen", None)) for layer in m.layers]
+    return out.square().mean() + sum(each.square().mean() for each in (*seen, *m.kept) if each is not None)
+
+
+@pytest.mark.parametrize("layer", [KeepsItsResult, KeepsItsInput, ReturnsItsInput])
+def test_layers_that_do_more_than_return_a_result(on_cpu, replayed, layer):
+    """What they keep is theirs: no layer of such a kind is in a stack."""
+    train(toys(layer), loss=aux_loss)
+    assert not replayed
+
+
+def norm_without_gradient(self, place, hidden):
+    with torch.no_grad():
+        self.norm = hidden.norm()
+    return hidden
+
+
+def reads_in_inference_mode(self, place, hidden):
+    with torch.inference_mode():
+        self.norm = hidden.norm()
+    return hidden
+
+
+def reads_under_autocast(self, place, hidden):
+    with torch.autocast("cpu", torch.bfloat16):
+        self.norm = hidden.sum()
+    return hidden
+
+
+def keeps(self, place, hidden):
+    self.kept.append(hidden)
+    return hidden
+
+
+def doubles(self, place, hidden):
+    return Doubles.apply(hidden)
+
+
+def writes_the_argument(self, place, hidden):
+    self.scale += 0.5
+    return hidden
+
+
+def checkpoints(reentrant):
+    def between(self, place, hidden):
+        return torch.utils.checkpoint.checkpoint(torch.sin, hidden, use_reentrant=reentrant)
+
+    return between
+
+
+@pytest.mark.parametrize(
+    "between",
+    [norm_without_gradient, reads_in_inference_mode, reads_under_autocast, keeps, doubles, writes_the_argument]
+    + [checkpoints(True), checkpoints(False)],
+)
+@pytest.mark.parametrize("layer", [Residual, ReadsAnArgument])
+def test_code_between_layers(on_cpu, waits, replayed, between, layer):
+    """It begins when the stack is replayed, and goes on; and what it keeps is on the way of the loss."""
+    models = toys(layer, between)
+    train(models, loss=aux_loss)
+    assert replayed
+    train(toys(layer, between), loss=aux_loss, looks=lambda step: True)
+
+
+def test_a_model_between_the_layers_of_another(on_cpu):
+    """Each has its own stacks."""
+    side = toys()
+    train(side)
+
+    def between(self, place, hidden):
+        return hidden + self.side(torch.arange(8)[None] % 64) if place == 1 else hidden
+
+    models = toys(Residual, between)
+    for m, beside in zip(models, side):
+        vars(m)["side"] = beside
+    train(models)
+
+
+def test_an_error_without_a_message(on_cpu, monkeypatch):
+    def fail(self, run, pool, device):
+        raise NotImplementedError
+
+    models = toys()
+    monkeypatch.setattr(CpuRecorder, "record", fail)
+    train(models)
+    assert has(models[0], "no-stack-recorded", detail="NotImplementedError")
