@@ -59,10 +59,9 @@ def test_a_loop_does_not_read_zeros_at_padding(monkeypatch):
 @pytest.mark.parametrize("late", [[False, False], [True, False]])
 def test_each_step_looks_at_modules_and_their_classes(late):
     """Hooks that were found late are told once."""
-    looked, regions = (
-        [],
-        [SimpleNamespace(classes=SimpleNamespace(look=lambda i=i: looked.append(i))) for i in range(2)],
-    )
+    looked, effort = [], SimpleNamespace(seconds=0.0)
+    classes = [SimpleNamespace(look=lambda i=i: looked.append(i)) for i in range(2)]
+    regions = [SimpleNamespace(classes=each, effort=effort) for each in classes]
     state = SimpleNamespace(regions=regions, notes=[])
     slots = [SimpleNamespace(follow_modules=lambda found=found: looked.append("modules") or found) for found in late]
     for _ in range(2):
