@@ -47,7 +47,7 @@ class Brought:
 class Held(NamedTuple):
     """A tensor of one pass that is not among the first call's inputs."""
 
-    tensor: weakref.ref
+    tensor: Callable[[], Tensor | None]  #: weakly
     call: int  #: the first that is given it
     place: int  #: among that call's inputs
 
@@ -55,7 +55,7 @@ class Held(NamedTuple):
         """What it is in both passes; `Held` with the place alone, where the tensors differ."""
         mine, theirs = self.tensor(), other.tensor()
         if mine is theirs and mine is not None:
-            return self.tensor
+            return weakref.ref(mine)
         if self[1:] != other[1:] or isinstance(mine, nn.Parameter) or isinstance(theirs, nn.Parameter):
             return None
         return Held(_no_tensor, *self[1:])

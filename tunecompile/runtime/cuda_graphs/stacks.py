@@ -322,11 +322,11 @@ class Stacks:
             return None
         self.shared.clock = shape.clock
         under_way = self.replayed = Replayed(chain, inputs, shape.recording)
-        if not under_way.waits:
-            under_way.start(shape.recording, settle)
-        else:
+        if under_way.waits:
             under_way.keep_copies(shape.recording)
-            under_way.output = _of_kind(*shape.kind, device_of(inputs))
+            under_way.output = _of_kind(shape.kind, device_of(inputs))
+        elif shape.recording is not None:
+            under_way.start(shape.recording, settle)
         return under_way.output
 
     def _start(self, under_way: Replayed) -> bool:
@@ -390,6 +390,7 @@ class Stacks:
         return made
 
 
-def _of_kind(shape: tuple, strides: tuple, dtype: torch.dtype, needs_gradient: bool, device: torch.device) -> Tensor:
+def _of_kind(kind: tuple, device: torch.device) -> Tensor:
     """In place of the result of a pass that waits for inputs. Nobody reads its values."""
+    shape, strides, dtype, needs_gradient = kind
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).requires_grad_(needs_gradient)
