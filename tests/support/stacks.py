@@ -12,6 +12,17 @@ from tunecompile.runtime.cuda_graphs.stacks import Stacks
 from tunecompile.runtime.model_state import state_of
 
 
+class TakesOne(nn.Module):
+    """A layer that is given hidden states, and a value beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, hidden: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return hidden + self.inner(hidden + own).sin()
+
+
 def layers_of(model: nn.Module) -> nn.Module:
     return next(module for name, module in model.named_modules() if name.endswith("layers"))
 

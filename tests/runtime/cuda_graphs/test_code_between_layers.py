@@ -9,7 +9,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.memory.cpu_recorder import CpuRecorder
 from tests.support.notes import has
-from tests.support.stacks import gradients
+from tests.support.stacks import TakesOne, gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -192,3 +192,114 @@ def test_an_error_without_a_message(on_cpu, monkeypatch):
     monkeypatch.setattr(CpuRecorder, "record", fail)
     train(models)
     assert has(models[0], "no-stack-recorded", detail="NotImplementedError")
+
+
+class Steps(torch.nn.Module):
+    """An owner whose code is a function, which knows the step."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run, self.step, self.kept = run, 0, []
+        self.embed, self.other = torch.nn.Embedding(64, 16), torch.nn.Embedding(64, 16)
+        self.layers = torch.nn.ModuleList(TakesOne() for _ in range(4))
+
+    def forward(self, ids):
+        late, self.kept = self.step == 9, []
+        self.step += 1
+        return self.run(self, ids, late)
+
+
+def each(m, ids, own):
+    hidden = m.embed(ids)
+    for place, layer in enumerate(m.layers):
+        hidden = layer(hidden, own(place, hidden))
+    return hidden
+
+
+def with_an_earlier_result(m, ids, late):
+    first = hidden = m.layers[0](m.embed(ids), m.other(ids))
+    for layer in m.layers[1:3]:
+        hidden = layer(hidden, m.other(ids))
+    return m.layers[3](hidden, first)
+
+
+def with_results_of_both(m, ids, late):
+    """Of the layer before, and of the one before that."""
+    earlier, hidden = m.other(ids), m.embed(ids)
+    for layer in m.layers:
+        earlier, hidden = hidden, layer(hidden, earlier)
+    return hidden
+
+
+def with_its_hidden_states_twice(m, ids, late):
+    return each(m, ids, lambda place, hidden: hidden if late and place == 2 else m.other(ids))
+
+
+def on_an_older_result(m, ids, late):
+    own, older = m.other(ids), m.embed(ids)
+    hidden = m.layers[0](older, own)
+    second = m.layers[1](hidden, own)
+    return m.layers[3](m.layers[2](hidden if late else second, own), own)
+
+
+def whose_result_is_dropped(m, ids, late):
+    own, hidden = m.other(ids), m.embed(ids)
+    for place, layer in enumerate(m.layers):
+        made = layer(hidden, own)
+        hidden = hidden if late and place == 1 else made
+    return hidden
+
+
+def whose_own_value_is_written_to(m, ids, late):
+    own = [m.other(ids).detach() for _ in m.layers]
+
+    def value(place, hidden):
+        if late and place == 3:
+            own[1].add_(1)
+        return own[place]
+
+    return each(m, ids, value)
+
+
+def whose_first_input_is_written_to(m, ids, late):
+    own, first = m.other(ids).detach(), m.embed(ids) * 1
+    hidden = m.layers[1](m.layers[0](first, own), own)
+    if late:
+        first.add_(1)
+    return m.layers[3](m.layers[2](hidden, own), own)
+
+
+def left_early(m, ids, late):
+    """And the first result is read when weights have changed."""
+    own, hidden = m.other(ids), m.embed(ids)
+    for place, layer in enumerate(m.layers):
+        if late and place == 3:
+            return hidden * 1
+        hidden = layer(hidden, own)
+        m.kept += [hidden] if late and place == 0 else []
+    return hidden
+
+
+@pytest.mark.parametrize(
+    "run",
+    [with_an_earlier_result, with_results_of_both, with_its_hidden_states_twice, on_an_older_result]
+    + [whose_result_is_dropped, whose_own_value_is_written_to, whose_first_input_is_written_to, left_early],
+)
+def test_layers_run(on_cpu, waits, replayed, run):
+    """In each step, or in the tenth, by when their stack is replayed."""
+    reference = Steps(run)
+    models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
+    for step in range(13):
+        ids, found = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step)), []
+        for m in models:
+            m.zero_grad(set_to_none=True)
+            loss = m(ids).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in m.parameters():
+                    parameter -= 0 if parameter.grad is None else 0.1 * parameter.grad
+            found.append(([loss.detach(), *(each.detach() for each in m.kept)], gradients(m)))
+        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+        assert found[0][1].keys() == found[1][1].keys()
+        assert max(zoo.errors(found[0][1], found[1][1]).values()) < 1e-3
+    assert replayed

@@ -7,7 +7,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tests.support.stacks import of, recorded, same
+from tests.support.stacks import TakesOne, of, recorded, same
 from tunecompile.runtime.cuda_graphs import stacks
 from tunecompile.runtime.model_state import state_of
 
@@ -87,15 +87,6 @@ class GivesEachItsOwn(torch.nn.Module):
         if self.own == "of hidden":
             return hidden.detach().mean()
         return self.embed(ids)
-
-
-class TakesOne(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(16, 16)
-
-    def forward(self, hidden, own):
-        return hidden + self.inner(hidden + own).sin()
 
 
 @pytest.mark.parametrize("own, stacks_there", [("fresh", 1), ("of two", 1), ("written", 0), ("of hidden", None)])

@@ -144,9 +144,11 @@ class Call:
         read = self.sources[: self.reads or None]
         return [value for source in read if isinstance(source, weakref.ref) and (value := source()) is not None]
 
-    def brings(self, inputs: Sequence[Any]) -> dict[int, Tensor]:
-        """What it brings, of its inputs, by its position."""
-        return {s.position: value for s, value in zip(self.sources, inputs) if isinstance(s, Brought)}
+    def brings(self, inputs: Sequence[Any]) -> dict[int, Tensor] | None:
+        """What it brings, of its inputs, by its position; None where that is one tensor no longer."""
+        found: dict[int, Tensor] = {}
+        brought = [(source.position, v) for source, v in zip(self.sources, inputs) if isinstance(source, Brought)]
+        return found if all(found.setdefault(position, value) is value for position, value in brought) else None
 
     def placed(self, positions: Mapping[tuple[int, int], int], number: int) -> Call:
         """With the positions of what calls bring, by the call and the place there. number: of this call."""

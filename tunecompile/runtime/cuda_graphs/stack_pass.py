@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tunecompile._torch.autograd import plain_tensors
 from tunecompile.runtime.cuda_graphs.chain import Call, Chain, Held, Link, shape_of
@@ -98,6 +100,11 @@ class Replayed:
         self.versions = versions([*fixed, *self.read])
         self.output: Tensor | None = None  #: of all calls, in place of those between
         self.done = 1  #: calls
+        self.recording = recording
+        #: where the gradients of inputs go that somebody may write to
+        self.edges: dict[int, GradientEdge] = {}
+        if recording is not None and not self.waits:
+            self.edges = {at: get_gradient_edge(inputs[at]) for at in recording.differentiable}
         self.results: dict[int, Tensor] = {}  #: that somebody looked at, by the number of calls before
         self.late: list[weakref.ref] = []  #: tensors in place of results that were not written
         self.given: Any = None  #: the arguments of the layer that began it
@@ -110,11 +117,14 @@ class Replayed:
         now = versions([*call.fixed(), *self.read])
         if not all(self.versions.get(at) == version for at, version in now.items()):
             return False
-        for position, value in sorted(call.brings(inputs).items()) if self.waits else ():
+        if (brought := call.brings(inputs) if self.waits else {}) is None:
+            return False
+        for position, value in sorted(brought.items()):
             assert position == len(self.inputs)
             self.inputs.append(value)
             self.read.append(value)
             self.versions |= versions([value])
+            self._keep(position)
         return True
 
     @property
@@ -122,14 +132,19 @@ class Replayed:
         """Whether the call that came last has brought what was waited for."""
         return self.waits and self.done > self.chain.ready
 
-    def keep_copies(self, recording: StackRecording | None) -> None:
-        """Of inputs that somebody may write to before the pass is replayed: where they will be copied anyway."""
-        if recording is not None:
-            recording.load(self.inputs)
-            self.copied = [(at, buffer) for at, buffer in recording.copied if at < len(self.inputs)]
-        else:
-            varies = [at for at in self.chain.read() if at < len(self.inputs) and self.chain.varies(at)]
-            self.copied = [(at, v.detach().clone()) for at in varies if isinstance(v := self.inputs[at], Tensor)]
+    def keep_copies(self) -> None:
+        """Of inputs that somebody may write to before the pass is replayed."""
+        for at in sorted(self.chain.read()):
+            if at < len(self.inputs) and self.chain.varies(at) and isinstance(self.inputs[at], Tensor):
+                self._keep(at)
+
+    def _keep(self, position: int) -> None:
+        """A copy of an input, where it will be copied anyway if there is a recording."""
+        value = self.inputs[position]
+        if value.requires_grad:
+            self.edges[position] = get_gradient_edge(value)
+        copy = None if self.recording is None else self.recording.load_at(position, value)
+        self.copied.append((position, value.detach().clone() if copy is None else copy))
 
     def start(self, recording: StackRecording, settled: Callable[[Sequence[weakref.ref]], None]) -> None:
         """Replay all calls. settled: is given, before the backward, the tensors in place of results."""
@@ -162,7 +177,20 @@ class Replayed:
         """Inputs that were written to since, as they were: the recording has copies."""
         for at, buffer in self.copied:
             if versions([self.inputs[at]])[id(self.inputs[at])] != self.versions.get(id(self.inputs[at]), 0):
-                self.inputs[at] = buffer.clone()
+                self.inputs[at] = _as_it_was(buffer, self.edges.get(at))
+
+
+def _as_it_was(copy: Tensor, edge: GradientEdge | None) -> Tensor:
+    """An input that somebody has written to, by a copy of what it was, whose gradient goes where its own went."""
+    made = copy.clone()
+    if edge is not None:
+        made.requires_grad_().register_post_accumulate_grad_hook(partial(_pass_on, edge))
+    return made
+
+
+def _pass_on(edge: GradientEdge, made: Tensor) -> None:
+    gradient, made.grad = made.grad, None
+    torch.autograd.backward((edge,), (gradient,), retain_graph=True)
 
 
 def settle(late: Sequence[weakref.ref]) -> None:

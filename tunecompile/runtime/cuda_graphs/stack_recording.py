@@ -96,6 +96,14 @@ class StackRecording:
         with torch.no_grad():
             copy_all([buffer for buffer, _ in there], [value for _, value in there])
 
+    def load_at(self, position: int, value: Tensor) -> Tensor | None:
+        """Copy one input to where it is read, and return that; None where it is of another kind than was recorded."""
+        buffer = next((each for at, each in self.copied if at == position), None)
+        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+            return None
+        with torch.no_grad():
+            return buffer.copy_(value)
+
     def _stand_ins(self, inputs: Sequence[Any]) -> tuple:
         """The inputs, as they are recorded: buffers in the place of those that vary."""
         given = list(inputs)

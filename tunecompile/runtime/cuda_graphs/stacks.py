@@ -80,6 +80,7 @@ class Stacks:
         self.broken: Counter[tuple] = Counter()  #: passes that were replayed in vain, by their first call
         self.watched: Pass | None = None
         self.replayed: Replayed | None = None  #: the pass under way
+        self.ended: tuple[Any, Replayed] | None = None  #: what was passed in a pass that ended early, and that pass
         self.joins = False  #: whether the layer that runs may be part of a stack
         self.thread = 0  #: whose layers are watched: that of the first
         self.arguments: Sequence[Tensor] = ()  #: of that layer
@@ -141,10 +142,14 @@ class Stacks:
 
         leave: what is returned of it.
         """
-        if self.replayed is under_way:
+        is_first = self.replayed is under_way
+        if is_first:
             self._break(under_way)
         with self._as_layers_run():
-            return leave(under_way.result(calls))
+            made = leave(under_way.result(calls))
+        if is_first:  # no backward of this pass will
+            settle([late for late in under_way.late if (held := late()) is not None and held.calls != calls])
+        return made
 
     def begin(self, arguments: Sequence[Any]) -> bool:
         """Before a layer's call: let go of a pass that was left, by an error, say, where this is none of its layers.
@@ -159,15 +164,19 @@ class Stacks:
             self._end(self.replayed)
         return True
 
-    def left(self, value: Any) -> Any:
-        """A layer's argument; for what was replayed, the real result of the layers before it."""
-        if self.replayed is None or value is not self.replayed.output:
-            return value
-        return self._leave(self.replayed, [value])[0]
+    def left(self, values: Sequence[Any]) -> list[Any]:
+        """A layer's arguments; in place of what was replayed or waits, the real result of the layers before it."""
+        if self.replayed is not None and any(value is self.replayed.output for value in values):
+            values = self._leave(self.replayed, values)
+        ended, self.ended = self.ended, None
+        if ended is None:
+            return list(values)
+        output, under_way = ended
+        return [self.result(under_way, under_way.done) if value is output else value for value in values]
 
     def forget(self) -> None:
         """Drop all recordings."""
-        self.replayed, self.watched, self.thread = None, None, 0
+        self.replayed, self.watched, self.ended, self.thread = None, None, None, 0
         for chain in self.chains.values():
             self._drop(chain)
 
@@ -188,6 +197,7 @@ class Stacks:
         under_way.done += 1
         if under_way.ready and not self._start(under_way):
             self._break(under_way)
+            settle(under_way.late)
             return self.result(under_way, under_way.done)
         output = under_way.output
         assert output is not None
@@ -213,6 +223,7 @@ class Stacks:
             if link is None or not chain.narrow(under_way.done, link, inputs, under_way.inputs, output):
                 del self.chains[key]  # other code runs from now on
         self.broken[key] += 1
+        settle(under_way.late)
         return [self.result(under_way, under_way.done) if value is output else value for value in inputs]
 
     def _end(self, under_way: Replayed) -> Tensor | None:
@@ -223,7 +234,7 @@ class Stacks:
 
     def _break(self, under_way: Replayed) -> None:
         """Let go of a pass that was replayed in vain, or waits for inputs that follow from what it gives."""
-        self._end(under_way)
+        self.ended = self._end(under_way), under_way
         self.broken[under_way.key] += MAX_BROKEN // 2 if under_way.waits else 1
         if under_way.waits and self.broken[under_way.key] >= MAX_BROKEN:
             self.starts |= {call.key for call in under_way.chain.calls[1:]}
@@ -323,7 +334,7 @@ class Stacks:
         self.shared.clock = shape.clock
         under_way = self.replayed = Replayed(chain, inputs, shape.recording)
         if under_way.waits:
-            under_way.keep_copies(shape.recording)
+            under_way.keep_copies()
             under_way.output = _of_kind(shape.kind, device_of(inputs))
         elif shape.recording is not None:
             under_way.start(shape.recording, settle)

@@ -58,7 +58,7 @@ class Between(LateTensor):
         )
 
     def __init__(self, stacks: Stacks, under_way: Replayed, form: Form, shape: tuple[int, ...]):
-        calls = under_way.done
+        calls = self.calls = under_way.done
         super().__init__(shape, self.dtype, self.device, lambda: stacks.result(under_way, calls, form.leave))
         self.under_way, self.rows = under_way, form.rows
         under_way.late.append(weakref.ref(self))
@@ -66,7 +66,8 @@ class Between(LateTensor):
             not_on_modules(self.register_post_accumulate_grad_hook, _pass_back)
 
     def passed(self, rows: Any, under_way: Replayed | None) -> Tensor | None:
-        """What the next layer is given in its place; None once somebody read it, or for a layer of another pass.
+        """What the next layer is given in its place; None once somebody read it, for a layer of another pass, and for
+        one behind the next.
 
         Args:
             rows: that the layer runs on.
@@ -74,7 +75,7 @@ class Between(LateTensor):
         """
         if self.make is None or rows is not self.rows or under_way is not self.under_way:
             return None
-        return self.under_way.output
+        return self.under_way.output if self.under_way.done == self.calls else None
 
 
 def _pass_back(between: Tensor) -> None:
@@ -197,11 +198,19 @@ def call_in_stack(
     """
     if not stacks.begin((*args, *kwargs.values())):
         return call(layer, *args, **kwargs)
+    if stacks.ended is not None:
+        args, kwargs = _left(stacks, args, kwargs)
     if kept is not None and stacks.replayed is None:
         return _watched(stacks, call, layer, kept, args, kwargs)
     if kept is not None and (output := go_on(stacks, call, layer, args, kwargs)) is not None:
         return output
-    return call(layer, *map(stacks.left, args), **{name: stacks.left(value) for name, value in kwargs.items()})
+    args, kwargs = _left(stacks, args, kwargs)
+    return call(layer, *args, **kwargs)
+
+
+def _left(stacks: Stacks, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    left = stacks.left([*args, *kwargs.values()])
+    return tuple(left[: len(args)]), dict(zip(kwargs, left[len(args) :]))
 
 
 def _watched(
