@@ -132,8 +132,15 @@ class Replayed:
         """Whether the call that came last has brought what was waited for."""
         return self.waits and self.done > self.chain.ready
 
-    def keep_copies(self) -> None:
-        """Of inputs that somebody may write to before the pass is replayed."""
+    def wait(self, kind: tuple, device: torch.device) -> None:
+        """Go on without values, and keep copies of inputs that somebody may write to before the pass is replayed.
+
+        Args:
+            kind: shape, strides, dtype and whether it requires a gradient, of what calls return.
+            device: of it.
+        """
+        shape, strides, dtype, needs_gradient = kind
+        self.output = torch.empty_strided(shape, strides, dtype=dtype, device=device).requires_grad_(needs_gradient)
         for at in sorted(self.chain.read()):
             if at < len(self.inputs) and self.chain.varies(at) and isinstance(self.inputs[at], Tensor):
                 self._keep(at)

@@ -334,8 +334,7 @@ class Stacks:
         self.shared.clock = shape.clock
         under_way = self.replayed = Replayed(chain, inputs, shape.recording)
         if under_way.waits:
-            under_way.keep_copies()
-            under_way.output = _of_kind(shape.kind, device_of(inputs))
+            under_way.wait(shape.kind, device_of(inputs))
         elif shape.recording is not None:
             under_way.start(shape.recording, settle)
         return under_way.output
@@ -399,9 +398,3 @@ class Stacks:
         chain.bytes += taken
         self.recorded += 1
         return made
-
-
-def _of_kind(kind: tuple, device: torch.device) -> Tensor:
-    """In place of the result of a pass that waits for inputs. Nobody reads its values."""
-    shape, strides, dtype, needs_gradient = kind
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device).requires_grad_(needs_gradient)
