@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from tunecompile._torch.autograd import plain_tensors
 from tunecompile.runtime.cuda_graphs.chain import Call, Chain, Held, Link, shape_of
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
+from tunecompile.runtime.cuda_graphs.recording import device_of
 from tunecompile.runtime.cuda_graphs.stack_recording import StackRecording
 
 
@@ -78,6 +80,16 @@ def _nothing() -> None:
     return None
 
 
+@dataclass
+class ShapeOfChain:
+    """What is known of a chain's passes of one shape."""
+
+    clock: Clock | None = None  #: of the last graph that ran
+    kind: tuple = ()  #: shape, strides, dtype and whether it requires a gradient, of what calls return
+    recording: StackRecording | None = None
+    refused: bool = False
+
+
 class Replayed:
     """A pass that is replayed at its first call, or at the one that brings the last of its inputs. Those that follow
     are compared with it.
@@ -85,11 +97,12 @@ class Replayed:
     Args:
         chain: of its calls.
         inputs: of the first call.
-        recording: that is replayed; None where it is to be made first.
+        shape: of the pass. It is recorded, if the pass need not wait.
     """
 
-    def __init__(self, chain: Chain, inputs: Sequence[Any], recording: StackRecording | None):
-        self.chain, self.inputs = chain, list(inputs)
+    def __init__(self, chain: Chain, inputs: Sequence[Any], shape: ShapeOfChain):
+        self.chain, self.inputs, self.shape = chain, list(inputs), shape
+        recording = shape.recording
         if recording is not None:
             fixed = [tensor for tensor, _ in recording.fixed]
         else:
@@ -100,7 +113,6 @@ class Replayed:
         self.versions = versions([*fixed, *self.read])
         self.output: Tensor | None = None  #: of all calls, in place of those between
         self.done = 1  #: calls
-        self.recording = recording
         #: where the gradients of inputs go that somebody may write to
         self.edges: dict[int, GradientEdge] = {}
         if recording is not None and not self.waits:
@@ -132,14 +144,9 @@ class Replayed:
         """Whether the call that came last has brought what was waited for."""
         return self.waits and self.done > self.chain.ready
 
-    def wait(self, kind: tuple, device: torch.device) -> None:
-        """Go on without values, and keep copies of inputs that somebody may write to before the pass is replayed.
-
-        Args:
-            kind: shape, strides, dtype and whether it requires a gradient, of what calls return.
-            device: of it.
-        """
-        shape, strides, dtype, needs_gradient = kind
+    def wait(self) -> None:
+        """Go on without values, and keep copies of inputs that somebody may write to before the pass is replayed."""
+        (shape, strides, dtype, needs_gradient), device = self.shape.kind, device_of(self.inputs)
         self.output = torch.empty_strided(shape, strides, dtype=dtype, device=device).requires_grad_(needs_gradient)
         for at in sorted(self.chain.read()):
             if at < len(self.inputs) and self.chain.varies(at) and isinstance(self.inputs[at], Tensor):
@@ -150,13 +157,15 @@ class Replayed:
         value = self.inputs[position]
         if value.requires_grad:
             self.edges[position] = get_gradient_edge(value)
-        copy = None if self.recording is None else self.recording.load_at(position, value)
+        copy = None if self.shape.recording is None else self.shape.recording.load_at(position, value)
         self.copied.append((position, value.detach().clone() if copy is None else copy))
 
-    def start(self, recording: StackRecording, settled: Callable[[Sequence[weakref.ref]], None]) -> None:
-        """Replay all calls. settled: is given, before the backward, the tensors in place of results."""
+    def start(self) -> None:
+        """Replay all calls."""
+        recording = self.shape.recording
+        assert recording is not None
         self.waits, self.copied = False, recording.copied
-        self.output = recording.replay(self.inputs, partial(settled, self.late))
+        self.output = recording.replay(self.inputs, partial(settle, self.late))
 
     @property
     def key(self) -> tuple:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from sys import getrefcount
 from threading import get_ident
@@ -31,7 +30,7 @@ from tunecompile.runtime.cuda_graphs.chain import DIFFERED, Call, Chain, Link, i
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
 from tunecompile.runtime.cuda_graphs.recorded_graph import MAX_SHAPES, Replays, recordable, unrecorded
 from tunecompile.runtime.cuda_graphs.recording import device_of
-from tunecompile.runtime.cuda_graphs.stack_pass import Pass, Replayed, settle, versions
+from tunecompile.runtime.cuda_graphs.stack_pass import Pass, Replayed, ShapeOfChain, settle, versions
 from tunecompile.runtime.cuda_graphs.stack_recording import StackRecording
 
 AGREED = 1  #: passes like the first one, from which on a chain is recorded
@@ -58,16 +57,6 @@ class Owner(Replays, Protocol):
     def forget_buffers(self, graph: Any) -> None:
         """Drop those of a graph."""
         ...
-
-
-@dataclass
-class ShapeOfChain:
-    """What is known of a chain's passes of one shape."""
-
-    clock: Clock | None = None  #: of the last graph that ran
-    kind: tuple = ()  #: shape, strides, dtype and whether it requires a gradient, of what calls return
-    recording: StackRecording | None = None
-    refused: bool = False
 
 
 class Stacks:
@@ -327,30 +316,28 @@ class Stacks:
             self.broken[chain.calls[0].key] += 1
         if shape.recording is None and not self._pays(chain, shape, inputs):
             return None
-        if shape.recording is None and not chain.ready:
-            shape.recording = self._record(chain, shape, inputs)
-        if shape.recording is None and not chain.ready:
-            return None
+        if not chain.ready:
+            shape.recording = shape.recording or self._record(chain, shape, inputs)
+            if shape.recording is None:
+                return None
         self.shared.clock = shape.clock
-        under_way = self.replayed = Replayed(chain, inputs, shape.recording)
+        under_way = self.replayed = Replayed(chain, inputs, shape)
         if under_way.waits:
-            under_way.wait(shape.kind, device_of(inputs))
-        elif shape.recording is not None:
-            under_way.start(shape.recording, settle)
+            under_way.wait()
+        else:
+            under_way.start()
         return under_way.output
 
     def _start(self, under_way: Replayed) -> bool:
         """Whether all of a pass was replayed, which has its inputs now."""
-        chain, inputs = under_way.chain, under_way.inputs
+        chain, inputs, shape = under_way.chain, under_way.inputs, under_way.shape
         brought = inputs[len(chain.calls[0].sources) :]
-        shape = chain.shapes.get(shape_of(inputs[: len(inputs) - len(brought)]))
-        if shape is None or not recordable(brought, self.shared.recorder.device):
+        if not recordable(brought, self.shared.recorder.device):
             return False
-        if shape.recording is None:
-            shape.recording = self._record(chain, shape, inputs)
+        shape.recording = shape.recording or self._record(chain, shape, inputs)
         if shape.recording is None or shape.recording.brought != shape_of(brought):
             return False
-        under_way.start(shape.recording, settle)
+        under_way.start()
         return True
 
     def _pays(self, chain: Chain, shape: ShapeOfChain, inputs: Sequence[Any]) -> bool:

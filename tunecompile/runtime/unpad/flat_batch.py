@@ -167,9 +167,9 @@ class FlatBatch:
             and torch.equal(self.offsets, other.offsets)
             and torch.equal(self.index, other.index)
         )
-        if not alike or self.window == other.window:
-            return other if alike else None
-        return other.seen_back(self.window)
+        if not alike:
+            return None
+        return other if self.window == other.window else other.seen_back(self.window)
 
     def enter(self, args: tuple, kwargs: dict, mask: Tensor | None, keep: bool) -> tuple[tuple, dict] | None:
         """A layer's arguments for the row; None where one of them has neither a row nor a column for each token.

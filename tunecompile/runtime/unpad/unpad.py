@@ -318,7 +318,7 @@ class Unpadding:
     def _joined(self, flat: FlatBatch, call: OwnerCall) -> FlatBatch | None:
         """The batch on the row of another mask of the call; None where there is none with these documents."""
         others = [known.decision.flat for known in self.masks.values() if known.call is call]
-        rows = (flat.on_row_of(other) for other in (call.by_rows, *others) if other is not None)
+        rows = (flat.on_row_of(other) for other in others if other is not None)
         return next((row for row in rows if row is not None), None)
 
     def _tell_of_states(self, code: str) -> None:
