@@ -77,12 +77,16 @@ class Toy(torch.nn.Module):
         return hidden
 
 
-def toys(*given, **named):
-    reference = Toy(*given, **named)
+def pair_of(reference):
     return tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
 
 
-def train(models, loss=lambda m, out: out.square().mean(), steps=12, looks=lambda step: step > 6):
+def toys(*given, **named):
+    return pair_of(Toy(*given, **named))
+
+
+def train(models, loss=lambda m, out: out.square().mean(), steps=12, looks=lambda step: step > 6, rate=0.0):
+    """Both have the same losses and gradients, and keep the same, read when weights have changed at this rate."""
     for step in range(steps):
         ids, found = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step)), []
         for m in models:
@@ -91,7 +95,12 @@ def train(models, loss=lambda m, out: out.square().mean(), steps=12, looks=lambd
             value = loss(m, m(ids))
             value.backward()
             found.append((value.detach(), gradients(m)))
+            with torch.no_grad():
+                for parameter in m.parameters() if rate else ():
+                    parameter -= 0 if parameter.grad is None else rate * parameter.grad
         torch.testing.assert_close(found[0][0], found[1][0])
+        for ours, theirs in zip(*(m.kept for m in models)):
+            torch.testing.assert_close(ours.detach(), theirs.detach())
         assert found[0][1].keys() == found[1][1].keys() and max(zoo.errors(found[0][1], found[1][1]).values()) < 1e-4
 
 
@@ -195,18 +204,17 @@ def test_an_error_without_a_message(on_cpu, monkeypatch):
 
 
 class Steps(torch.nn.Module):
-    """An owner whose code is a function, which knows the step."""
+    """An owner whose code is a function, which knows whether it `looks`."""
 
     def __init__(self, run):
         super().__init__()
-        self.run, self.step, self.kept = run, 0, []
+        self.run, self.looks, self.kept = run, False, []
         self.embed, self.other = torch.nn.Embedding(64, 16), torch.nn.Embedding(64, 16)
         self.layers = torch.nn.ModuleList(TakesOne() for _ in range(4))
 
     def forward(self, ids):
-        late, self.kept = self.step == 9, []
-        self.step += 1
-        return self.run(self, ids, late)
+        self.kept = []
+        return self.run(self, ids, self.looks)
 
 
 def each(m, ids, own):
@@ -287,19 +295,5 @@ def left_early(m, ids, late):
 )
 def test_layers_run(on_cpu, waits, replayed, run):
     """In each step, or in the tenth, by when their stack is replayed."""
-    reference = Steps(run)
-    models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
-    for step in range(13):
-        ids, found = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step)), []
-        for m in models:
-            m.zero_grad(set_to_none=True)
-            loss = m(ids).square().mean()
-            loss.backward()
-            with torch.no_grad():
-                for parameter in m.parameters():
-                    parameter -= 0 if parameter.grad is None else 0.1 * parameter.grad
-            found.append(([loss.detach(), *(each.detach() for each in m.kept)], gradients(m)))
-        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
-        assert found[0][1].keys() == found[1][1].keys()
-        assert max(zoo.errors(found[0][1], found[1][1]).values()) < 1e-3
+    train(pair_of(Steps(run)), steps=13, looks=lambda step: step == 9, rate=0.1)
     assert replayed

@@ -15,7 +15,8 @@ from tests.support import zoo
 from tests.support.memory.cpu_recorder import CpuRecorder
 from tests.support.models.pairs import of_plain_layers
 from tests.support.notes import find, has
-from tunecompile.runtime.cuda_graphs import launch_bound, recorded_graph, replay, stacks
+from tests.support.stacks import gradients, once, same
+from tunecompile.runtime.cuda_graphs import recorded_graph, replay, stacks
 from tunecompile.runtime.model_state import state_of
 
 pytest.importorskip("transformers")
@@ -34,34 +35,14 @@ def layers_alone(monkeypatch):
 
 
 @pytest.fixture
-def pair(monkeypatch):
+def pair(on_cpu):
     """(optimized with a recorder for CPUs, as it was)"""
-    monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
-    monkeypatch.setattr(launch_bound, "SAMPLES", 2)
     reference = adapted(of_plain_layers(num_hidden_layers=3), "inner")
     return tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
 
 
 def recorded(model) -> int:
     return state_of(model).replays.recorded
-
-
-def gradients(model) -> dict:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def same(model, reference, run) -> None:
-    found = []
-    for m in (model, reference):
-        m.zero_grad(set_to_none=True)
-        torch.manual_seed(0)
-        run(m)
-        found.append(gradients(m))
-    assert max(zoo.errors(*found).values()) < 1e-4
-
-
-def once(m, **batch):
-    m(**zoo.batch(**batch)).loss.backward()
 
 
 def warm(model, steps: int = 5, **batch) -> int:
@@ -76,7 +57,7 @@ def test_every_step_is_right_before_while_and_after_recording():
     reference = adapted(zoo.make("llama"), "q_proj", "v_proj")
     model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
     for seed in range(8):
-        same(model, reference, lambda m: once(m, seed=seed))
+        same((model, reference), lambda m: once(m, seed=seed))
     assert recorded(model) == 6, tunecompile.report(model).notes  # three layers, forward and backward
     assert has(model, "cuda-graphs", count=6)
 
@@ -90,7 +71,7 @@ def test_three_steps_are_enough(monkeypatch):
     assert warm(model, steps=3, length=12) == 24
     tunecompile.free(model)
     assert state_of(model).replays.bytes == 0 and warm(model, steps=3, length=12) == 36
-    same(model, reference, lambda m: once(m, length=12))
+    same((model, reference), lambda m: once(m, length=12))
 
 
 def test_restore_gives_the_memory_back_at_once(monkeypatch):
@@ -117,7 +98,7 @@ def test_a_further_shape_is_recorded_when_it_comes_again(pair):
     lengths = [16, 8, 8, 8, 12, 9, 10]  # the first has a graph of its own; 8 is recorded at its third call
     counts = []
     for seed, length in enumerate([*lengths, 10, 9, 11]):
-        same(model, reference, lambda m: once(m, seed=seed, length=length))
+        same((model, reference), lambda m: once(m, seed=seed, length=length))
         counts.append(recorded(model))
     assert counts == [0, 0, 0, 6, 6, 6, 6, 12, 18, 18]
 
@@ -183,9 +164,9 @@ def test_shapes_share_their_memory(pair):
     # what a pending backward needs outlives recordings that are dropped meanwhile
     assert all(given_back[address] is r.play for r in first for address in r.saved_at())
     for length in (12, 8, 12, 12, 8):
-        same(model, reference, lambda m: once(m, length=length))
-    same(model, reference, lambda m: both(m, 12, 8))
-    same(model, reference, lambda m: both(m, 8, 12))
+        same((model, reference), lambda m: once(m, length=length))
+    same((model, reference), lambda m: both(m, 12, 8))
+    same((model, reference), lambda m: both(m, 8, 12))
     assert recorded(model) == 12
     assert [r.number for r in graph.pool.flying] == sorted(r.number for r in graph.pool.flying)
     owners = graph.shared.owners  # on a GPU values of several shapes have one address
@@ -200,10 +181,10 @@ def test_layers_of_an_earlier_shape_are_recorded_anew_together(pair):
     graph = of_two_shapes(model)
     earlier = [place for key, place in graph.places.items() if key[0] != graph.pool.holds]
     graph.pool.drop(earlier[1])
-    same(model, reference, lambda m: once(m, length=12))
+    same((model, reference), lambda m: once(m, length=12))
     assert not any(place.recording for place in earlier) and recorded(model) == 12
     for length in (12, 8, 12):
-        same(model, reference, lambda m: once(m, length=length))
+        same((model, reference), lambda m: once(m, length=length))
     assert all(place.recording for place in earlier) and recorded(model) == 18
 
 
@@ -215,7 +196,7 @@ def test_a_larger_shape_has_all_shapes_recorded_anew(pair):
     replays = state_of(model).replays
     assert recorded(model) == 12 and replays.bytes == 6 * 100 and replays.recorder.releases == 1
     for length in (8, 12, 8, 12):
-        same(model, reference, lambda m: once(m, length=length))
+        same((model, reference), lambda m: once(m, length=length))
     assert recorded(model) == 18 and replays.bytes == 12 * 100 and replays.recorder.releases == 1
 
 
@@ -223,7 +204,7 @@ def test_a_larger_shape_has_all_shapes_recorded_anew(pair):
 def test_gradients_accumulate_and_are_not_overwritten(pair):
     model, reference = pair
     warm(model)
-    same(model, reference, lambda m: [once(m, seed=seed) for seed in range(3)])
+    same((model, reference), lambda m: [once(m, seed=seed) for seed in range(3)])
     kept = gradients(model)
     held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
@@ -241,8 +222,8 @@ def test_two_forwards_before_one_backward(pair):
         second = m(**zoo.batch(seed=2)).loss
         (first + 2 * second).backward()
 
-    same(model, reference, both)
-    same(model, reference, lambda m: once(m, seed=3))
+    same((model, reference), both)
+    same((model, reference), lambda m: once(m, seed=3))
 
 
 @pytest.mark.slow
@@ -251,9 +232,9 @@ def test_a_forward_without_a_backward(pair):
     warm(model)
     for m in pair:
         m(**zoo.batch(seed=1))
-    same(model, reference, lambda m: once(m, seed=2))
+    same((model, reference), lambda m: once(m, seed=2))
     kept = model(**zoo.batch(seed=3)).loss  # its graph stays
-    same(model, reference, lambda m: once(m, seed=4))
+    same((model, reference), lambda m: once(m, seed=4))
     before = gradients(model)
     model.zero_grad(set_to_none=True)
     kept.backward()
@@ -277,7 +258,7 @@ def test_shapes_come_and_go(pair):
     model, reference = pair
     lengths = [16, 16, 16, 12, 12, 12, 12, 12, 16, 12, 8, 9, 10, 11, 16, 12, 8, 9, 10, 11] * 2
     for seed, length in enumerate(lengths):
-        same(model, reference, lambda m: once(m, seed=seed, length=length))
+        same((model, reference), lambda m: once(m, seed=seed, length=length))
     assert 6 <= recorded(model) <= 2 * 6 * recorded_graph.MAX_SHAPES
 
 
@@ -289,7 +270,7 @@ def test_parameters_that_move(pair):
         for p in m.parameters():
             p.data = p.data.clone() * 1.25
     for seed in range(5):
-        same(model, reference, lambda m: once(m, seed=seed))
+        same((model, reference), lambda m: once(m, seed=seed))
 
 
 @pytest.mark.slow
@@ -305,7 +286,7 @@ def test_adapters_switched_and_disabled(pair):
         for m in pair:
             m.set_adapter(name)
         for seed in range(4):
-            same(model, reference, lambda m: once(m, seed=seed))
+            same((model, reference), lambda m: once(m, seed=seed))
 
 
 def test_a_call_that_cannot_be_recorded(pair, monkeypatch):
@@ -316,7 +297,7 @@ def test_a_call_that_cannot_be_recorded(pair, monkeypatch):
 
     monkeypatch.setattr(CpuRecorder, "record", fail)
     for seed in range(5):
-        same(model, reference, lambda m: once(m, seed=seed))
+        same((model, reference), lambda m: once(m, seed=seed))
     assert has(model, "no-cuda-graph", detail="not permitted") and not recorded(model)
 
 
@@ -337,7 +318,7 @@ def test_memory_that_the_allocator_holds_is_freed_where_a_recording_lacks_it(ful
     warm(model)
     assert tries[:2] == [0, 1] and state_of(model).replays.recorder.releases == 1
     assert (recorded(model) == 6) is (full == 1) and has(model, "no-cuda-graph", detail="no room") is (full == 2)
-    same(model, reference, once)
+    same((model, reference), once)
 
 
 def test_kernels_that_do_not_wait_are_not_recorded(pair, monkeypatch):

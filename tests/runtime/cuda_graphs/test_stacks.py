@@ -251,7 +251,7 @@ def test_random_loops(stack):
             tunecompile.free(stack[0])
 
 
-def test_numbers_that_were_equal_by_chance(stack):
+def test_numbers_that_were_equal_by_chance():
     """Of two sizes that were equal in all passes, one was taken for the other: the next pass tells."""
     chain = Chain([])
     link, tensors = Link(lambda *inputs: [inputs[0]], lambda link, inputs: None), torch.ones(2).split(1)
