@@ -291,8 +291,9 @@ class Chain:
         return self.places
 
     def varies(self, position: int) -> bool:
-        """Whether an input of the first call differs from pass to pass."""
-        return self.calls[0].sources[position] is Varies
+        """Whether an input of the first call, or what is brought, differs from pass to pass."""
+        sources = self.calls[0].sources
+        return position >= len(sources) or sources[position] is Varies
 
     def narrow(self, place: int, link: Link, inputs: Sequence[Any], first: Sequence[Any], previous: Any) -> bool:
         """Whether a call is the one at this place after all: several of the first inputs were equal before."""

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from tunecompile._torch.autograd import plain_tensors
 from tunecompile.runtime.cuda_graphs.capture import Recorder
-from tunecompile.runtime.cuda_graphs.chain import Chain, Varies, shape_of
+from tunecompile.runtime.cuda_graphs.chain import Chain, shape_of
 from tunecompile.runtime.cuda_graphs.recording import are_unheld, copy_all, device_of
 
 
@@ -30,11 +30,8 @@ class StackRecording:
     """
 
     def __init__(self, chain: Chain, inputs: Sequence[Any], buffer: Callable[[int, Tensor], Tensor]):
-        sources = chain.calls[0].sources
-        brought = {*range(len(sources), len(inputs))}
-        read = [i for i in sorted(chain.read()) if isinstance(inputs[i], Tensor)]
-        varying = [i for i in read if i in brought or sources[i] is Varies]
-        self.brought = shape_of(inputs[len(sources) :])  #: shapes of what later calls bring
+        varying = [i for i in sorted(chain.read()) if isinstance(inputs[i], Tensor) and chain.varies(i)]
+        self.brought = shape_of(inputs[len(chain.calls[0].sources) :])  #: shapes of what later calls bring
         self.buffer = buffer
         self.copied = [(i, buffer(i, inputs[i])) for i in varying]
         self.differentiable = [i for i in varying if inputs[i].requires_grad]
