@@ -6,6 +6,7 @@ of a CPU (`as_on_gpu`).
 
 import contextlib
 import types
+from functools import partial
 from unittest import mock
 
 import torch
@@ -85,7 +86,7 @@ def _moved(value):
     return torch.empty_strided(tuple(value.shape), tuple(value.stride()), dtype=value.dtype, device=DEVICE)
 
 
-def code_of(gm, backward, around=code_of_layers):
+def code_of(gm, backward, around=partial(code_of_layers, traced=False)):
     """The code that launches a graph's kernels. around: what is different while it is generated."""
     found = []
 

@@ -63,6 +63,7 @@ _compile_lock = lookup("torch._dynamo.convert_frame.compile_lock")
 _FLAG_IS_SHARED = exists("torch.fx._symbolic_trace._is_fx_tracing_flag")
 _closure_patcher = lookup("torch._dynamo.config._make_closure_patcher")
 _CUTS_FOR_DDP = exists("torch._dynamo.config.optimize_ddp")
+_COLLECTS = exists("torch._dynamo.config.run_gc_after_compile")
 _TAKES_INTEGERS = exists("torch._dynamo.config.allow_unspec_int_on_nn_module")
 _TAGS_CRASH = known_bugs.GUARD_TAGS.present and exists("torch._dynamo.config.use_recursive_dict_tags_for_guards")
 _maybe_mark_dynamic = lookup("torch._dynamo.maybe_mark_dynamic", lambda tensor, dims: None)
@@ -195,6 +196,11 @@ def call_whole(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
 def integers_may_change() -> contextlib.AbstractContextManager:
     """Inside, integers of modules that differ from those of an earlier graph become symbols, and are no constants."""
     return _configured(allow_unspec_int_on_nn_module=True) if _TAKES_INTEGERS else contextlib.nullcontext()
+
+
+def uncollected() -> contextlib.AbstractContextManager:
+    """Inside, Dynamo leaves what a compilation made to Python's cycle collector, and does not call it itself."""
+    return _configured(run_gc_after_compile=False) if _COLLECTS else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -192,7 +192,7 @@ def compile_inductor(
             return make_boxed_func(_no_backward)
         _keep_for_another_backward(kind)
         around = keep(graph_module, example_inputs, kind) if keep is not None else None
-        with code_of_layers(), turn(graph_module, example_inputs):
+        with code_of_layers(is_tracing()), turn(graph_module, example_inputs):
             code = _generate(late, kind, partial(compile_fx_inner, graph_module, example_inputs, **kwargs))
         if not _CAN_WRAP or not isinstance(code, _compiled_graph):
             return code

@@ -305,6 +305,16 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         *("graph.GraphLowering", "graph.GraphLowering.propagate_mutation", "ir.IRNode.maybe_get_name"),
         under="torch._inductor",
     ),
+    *group(
+        "generating code takes longer",
+        *("_inductor.fx_passes.post_grad", "_dynamo.repro.after_aot", "_dynamo.repro.after_aot.save_graph_repro"),
+        "_inductor.fx_passes.post_grad.decompose_triton_kernel_wrapper_functional",
+        under="torch",
+    ),
+    *group(
+        "Python's cycle collector runs once more for each compiled kind of layers",
+        "torch._dynamo.config.run_gc_after_compile",
+    ),
     *group("layers that fail with joined kernels are compiled without rewrites", "torch._inductor.exc.InductorError"),
     *group("mix-order reduction is as torch has it", "torch._inductor.config.triton.mix_order_reduction"),
     *group("some graphs for changing sizes are compiled again", "torch._inductor.config.shape_padding"),

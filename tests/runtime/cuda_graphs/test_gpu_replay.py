@@ -49,12 +49,26 @@ def test_shapes_come_again_in_any_order(monkeypatch):
     assert max(zoo.errors(ours[1], theirs).values()) < 2e-3
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_stacks_of_several_shapes(monkeypatch, padded):
+WINDOWS = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"] * 2}
+RECURRENT = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "padded", "changes"),
+    [
+        ("llama", False, {}),
+        ("llama", True, {}),
+        ("gemma3", True, WINDOWS),
+        ("gpt_oss", True, WINDOWS),
+        ("qwen3_5", True, RECURRENT),
+    ],
+)
+def test_stacks_of_several_shapes(monkeypatch, family, padded, changes):
     """Their forwards save in one memory, dropout draws anew in each replay, and a second backward is right."""
     monkeypatch.setattr(launch_bound.Clock, "decide", lambda self: True)
     dtype = torch.bfloat16 if padded else torch.float32
-    reference = zoo.adapt(zoo.make("llama", num_hidden_layers=4, hidden_size=256)).cuda().to(dtype).train()
+    reference = zoo.make(family, num_hidden_layers=4, hidden_size=256, **changes)
+    reference = zoo.adapt(reference).cuda().to(dtype).train()
     model = tunecompile.optimize(copy.deepcopy(reference))
     exact = copy.deepcopy(reference).float()
     lengths = [64, *[200] * 3, *[150] * 3, *[300] * 3, *[200, 300, 150, 64] * 3]

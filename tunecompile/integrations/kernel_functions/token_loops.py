@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tunecompile._torch.cuda import attention_order
 from tunecompile.integrations.kernel_functions.substitute import knows_documents
 from tunecompile.notes import Note, note
 
@@ -30,6 +31,7 @@ __all__ = ["TokenLoops", "codes_with_loops", "lines_counted"]
 
 SHORTEST = 8  #: tokens of a row, below which a count says nothing, and an unrolled loop is short
 _OTHERS = ("torch.", "peft.", "bitsandbytes.", "accelerate.", "deepspeed.", "tunecompile.")  #: whose modules have none
+_AT_ONCE = ("flash", "efficient", "math")  #: kernels of attention that nothing is compiled for: cuDNN's took 4 to 7 s
 _SIZES = {"shape", "size"}
 Line = tuple[CodeType, int]
 
@@ -91,7 +93,7 @@ def _counted(
     codes: Collection[CodeType], layer: nn.Module, call: Callable, args: tuple, kwargs: dict, device: torch.device
 ) -> Counter[Line]:
     """How often each line runs in a call."""
-    with _without_traces(layer, device), lines_counted(codes) as counts:
+    with _without_traces(layer, device), attention_order(_AT_ONCE), lines_counted(codes) as counts:
         args, kwargs = _copied(args), _copied(kwargs)
         with contextlib.suppress(Exception):  # the call that follows raises it, too
             call(*args, **kwargs)
