@@ -1,6 +1,7 @@
 """CUDA graphs of several shapes in one memory, on a GPU: of layers one by one, and of all together."""
 
 import copy
+from statistics import fmean
 
 import pytest
 import torch
@@ -72,6 +73,10 @@ def test_stacks_of_several_shapes(monkeypatch, family, padded, changes):
     model = tunecompile.optimize(copy.deepcopy(reference))
     exact = copy.deepcopy(reference).float()
     lengths = [64, *[200] * 3, *[150] * 3, *[300] * 3, *[200, 300, 150, 64] * 3]
+    of_losses, of_gradients = (
+        [],
+        [],
+    )  # (ours, eager's) against fp32: of one batch, a token that is routed otherwise counts
     for seed, length in enumerate(lengths):
         batch = zoo.batch(rows=2, length=length, seed=seed)
         if padded:
@@ -80,17 +85,20 @@ def test_stacks_of_several_shapes(monkeypatch, family, padded, changes):
             batch["labels"][0, length - 20 :] = -100
         (loss, ours), (eager, theirs) = gradients(model, batch), gradients(reference, batch)
         right, fp32 = gradients(exact, batch)
-        assert (loss - right).abs() <= 2 * (eager - right).abs() + (1e-3 if padded else 1e-4), (seed, length)
-        allowed = 2 * max(zoo.errors(theirs, fp32).values()) + 2e-3
-        assert max(zoo.errors(ours, fp32).values()) < allowed, (seed, length)
+        of_losses.append(((loss - right).abs().item(), (eager - right).abs().item()))
+        of_gradients.append(tuple(max(zoo.errors(found, fp32).values()) for found in (ours, theirs)))
+    for errors, rounding in ((of_losses, 1e-3 if padded else 1e-4), (of_gradients, 2e-3)):
+        mine, others = zip(*errors, strict=True)
+        assert fmean(mine) <= 1.5 * fmean(others) + rounding, errors
+        assert max(mine) <= (most := 3 * max(others) + rounding), errors
     found = state_of(model).replays
     assert found.stacks.recorded >= 3 and not found.stacks.broken, (found.notes(), found.stacks.recorded)
     assert found.bytes < replay.MAX_SHARE * torch.cuda.get_device_properties(0).total_memory
 
     batch = zoo.batch(rows=2, length=200, seed=99)
-    _, theirs = gradients(reference, batch)
+    _, fp32 = gradients(exact, batch)
     _, ours = gradients(model, batch, between=lambda: tunecompile.free(model))  # the backward is still to come
-    assert max(zoo.errors(ours, theirs).values()) < (5e-2 if padded else 2e-3)
+    assert max(zoo.errors(ours, fp32).values()) <= most
 
 
 def test_dropout_of_a_stack_draws_anew(monkeypatch):

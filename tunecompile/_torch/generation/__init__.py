@@ -16,7 +16,7 @@ __all__ = ["code_of_layers"]
 
 @contextlib.contextmanager
 def code_of_layers(traced: bool) -> Iterator[None]:
-    """Inside, code is generated as that of a layer. traced: whether somebody reads torch's structured trace."""
+    """Inside, code is generated as that of a layer. traced: whether torch's structured trace is read."""
     with (
         templates_fuse_products(),
         in_order(),

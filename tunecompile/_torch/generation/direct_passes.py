@@ -26,7 +26,7 @@ _WRITES = exist("torch._dynamo.repro.after_aot.save_graph_repro")
 
 @contextlib.contextmanager
 def direct_passes(traced: bool) -> Iterator[None]:
-    """Inside, code is generated with these. (See `replaced`.) traced: whether somebody reads torch's structured trace."""
+    """Inside, code is generated with these. (See `replaced`.) traced: whether torch's structured trace is read."""
     with contextlib.ExitStack() as stack:
         if _DECOMPOSES and _KERNELS is not None:
             plain = _PASSES.decompose_triton_kernel_wrapper_functional
