@@ -1,248 +1,113 @@
-"""Batches and models that keep their padding: the padded run, and the reason in the report."""
+"""Batches with and without padding, one after another, in layers that keep their padding: gradients are eager's."""
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
-from tests.support.compare import assert_close, assert_same_flattened
-from tests.support.models.pairs import attending, pair
-from tests.support.notes import EAGER, find, has
-from tests.support.reports import flattened
-from tunecompile.runtime.unpad import refusals
+from tests.support.compare import assert_close
+from tests.support.matrix.compiled import bart
+from tests.support.models.pairs import pair
+from tests.support.notes import fell_back, has
+from tests.support.rounding import whole
+from tunecompile.runtime.unpad.masks.one_form import in_one_form
 
-pytest.importorskip("transformers")
+tf = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
+EXACT = dict(loss=1e-6, limit=1e-6)  #: of models in fp64, whose norms and losses are in fp32
+SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=256)
+OFF = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
-def without(inputs: dict, *names: str, **more) -> dict:
-    return {key: value for key, value in inputs.items() if key not in names} | more
+def bert(layers: int = 2):
+    return tf.BertForSequenceClassification(
+        tf.BertConfig(**{**SIZES, "num_hidden_layers": layers}, **OFF, num_labels=3, max_position_embeddings=64)
+    )
 
 
-@pytest.mark.slow
+def llama():
+    sizes = dict(num_key_value_heads=2, num_labels=3, pad_token_id=0)
+    return tf.LlamaForSequenceClassification(tf.LlamaConfig(**SIZES, **sizes))
+
+
+def t5():
+    sizes = dict(vocab_size=256, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, dropout_rate=0.0)
+    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0))
+
+
+def modernbert():
+    sizes = dict(pad_token_id=0, local_attention=8, global_attn_every_n_layers=2, num_labels=3)
+    return tf.ModernBertForSequenceClassification(tf.ModernBertConfig(**SIZES, **sizes))
+
+
+def classes(batch: dict) -> dict:
+    """A class a row."""
+    return {**batch, "labels": torch.arange(len(batch["labels"])) % 3}
+
+
+def translated(batch: dict) -> dict:
+    """As many tokens as there are rows, and two."""
+    rows = len(batch["labels"])
+    return {**batch, "labels": zoo.batch(256, rows, rows + 2, seed=rows)["input_ids"]}
+
+
+def follow(ours, plain, batches, as_task=classes, **limits) -> None:
+    for batch in batches:
+        assert_close(zoo.step(ours, as_task(batch)), zoo.step(plain, as_task(batch)), **{**EXACT, **limits})
+
+
+def compiled(model) -> list[int]:
+    return [region.compiles for region in tunecompile.report(model).regions]
+
+
+WHOLE_FIRST = [whole(20), padded(), padded(3, 24, "left"), whole(24), whole(9, 5), whole(20)]
+PADDED_FIRST = [padded(), whole(24), padded(3, 24, "left"), whole(9, 5), whole(20, 4)]
+
+
 @pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda b: without(b, labels=b["input_ids"]), "labels-at-padding"),
-        (
-            lambda b: without(
-                padded(side="left"),
-                labels=padded(side="left")["input_ids"].where(padded(side="left")["attention_mask"] == 1, -100),
-            ),
-            "labels-at-padding",
-        ),
-        (
-            lambda b: without(
-                b,
-                attention_mask=b["attention_mask"] * (torch.arange(20) != 3),
-                labels=b["labels"].where(torch.arange(20) > 5, -100),
-            ),
-            "row-interrupted",
-        ),
-        (lambda b: without(b, output_hidden_states=True), "output-required"),
-        (lambda b: without(b, use_cache=True), "cache-used"),
-    ],
-    ids=["unmasked", "first token", "holes", "hidden states", "cache"],
+    "batches", [WHOLE_FIRST, pytest.param(PADDED_FIRST, marks=pytest.mark.slow)], ids=["whole", "padded"]
 )
-def test_batches_that_keep_their_padding(change, said):
-    model, reference = pair(attending)
-    assert_same_flattened(model, reference, change(padded()))
-    assert has(model, "padding-kept", reason=said) and not find(model, "padding-removed")
-    assert all(note.subject == "output_hidden_states" for note in find(model, "output-required"))
-    assert_same_flattened(model, reference, padded())
-    assert has(model, "padding-removed")
-
-
-def test_a_loss_of_the_users_own_may_read_padding():
-    model, reference = pair(attending)
-    losses = []
-    for m in (model, reference):
-        inputs = padded()
-        labels = inputs.pop("labels")
-        losses.append(F.cross_entropy(m.train()(**inputs).logits.flatten(0, 1), labels.flatten()).item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert has(model, "padding-kept", reason="no-labels")
-
-
-def beside_tokens(model: nn.Module) -> nn.Module:
-    """With a second table, as large as that of tokens."""
-    model.model.places = nn.Embedding(*model.model.embed_tokens.weight.shape)
-    return model
-
-
 @pytest.mark.parametrize(
-    "build, said",
+    "make, as_task",
     [
-        pytest.param(lambda: attending(attention_dropout=0.1), "attention-dropout", marks=pytest.mark.slow),
-        pytest.param(  # it divides scores in place
-            lambda: zoo.make("falcon", attn_implementation="eager"), "mixes-tokens", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            lambda: zoo.make("gemma3", use_bidirectional_attention=True, sliding_window=6),
-            "masks-not-understood",
-            marks=pytest.mark.slow,
+        (bert, classes),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                (llama, classes),
+                (bart, translated),
+                (t5, translated),
+                (modernbert, classes),
+            )
         ),
     ],
-    ids=["dropout", "divided", "bidirectional"],
 )
-def test_models_that_keep_their_padding(build, said):
-    model, reference = pair(build)
-    for seed in range(2):
-        inputs = padded(seed=seed)
-        torch.manual_seed(0)
-        loss = zoo.step(model, inputs)[0]
-        torch.manual_seed(0)
-        if "dropout" not in said:
-            assert loss.item() == pytest.approx(zoo.step(reference, inputs)[0].item(), rel=1e-5)
-    assert has(model, "padding-kept", reason=said) and not find(model, "padding-removed"), tunecompile.report(model)
-    assert not find(model, "ran-eagerly")
+def test_batches_with_and_without_masks(make, as_task, batches):
+    ours, plain = pair(lambda: make().double())
+    follow(ours, plain, batches, as_task)
+    assert set(compiled(ours)) == {3} and not fell_back(ours)  # without masks: the first sizes, and all others
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_causal_loses_its_padding():
-    model, reference = pair(lambda: zoo.make("gemma3", use_bidirectional_attention=True))
-    for side in ("right", "left"):
-        inputs = padded(side=side)
-        assert_close(zoo.step(model, inputs), zoo.step(reference, inputs), limit=1e-4, floor=1e-4)
-    assert has(model, "padding-removed") and not find(model, "ran-eagerly")
+def test_rows_that_lose_their_padding_and_see_both_ways():
+    """Masked language models: padded rows are documents, and so are whole ones of another length."""
+
+    def make():
+        sizes = {name: size for name, size in SIZES.items()}
+        return tf.BertForMaskedLM(tf.BertConfig(**sizes, **OFF, max_position_embeddings=64)).double()
+
+    ours, plain = pair(make)
+    follow(ours, plain, WHOLE_FIRST, dict)
+    assert compiled(ours) == [2] and has(ours, "padding-removed", count=2) and has(ours, "whole-by-padded", count=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: attending(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        lambda: beside_tokens(attending()),
-    ],
-    ids=["dynamic", "positions"],
-)
-def test_what_is_computed_ahead_of_the_layers_sees_the_batch_as_it_is(build):
-    """Frequencies that follow the length, another table of embeddings: only layers run without padding."""
-    model, reference = pair(build)
-    for seed in range(2):
-        assert_same_flattened(model, reference, padded(seed=seed))
-    assert flattened(model) == 2
-
-
-class Deaf(nn.Module):
-    """A wrapper of attention that takes no further keywords."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
-        return self.inner(
-            hidden_states=hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings
-        )
-
-
-class Average(nn.Module):
-    """Mixes tokens without attention, and is told of no mask."""
-
-    def forward(self, hidden_states, **kwargs):
-        return hidden_states.cumsum(1) / torch.arange(1, hidden_states.shape[1] + 1)[:, None], None
-
-
-class Shifted(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.mix = inner, nn.Conv1d(64, 64, 2, padding=1)
-
-    def forward(self, hidden_states, **kwargs):
-        return self.inner(hidden_states=self.mix(hidden_states.transpose(1, 2))[..., :-1].transpose(1, 2), **kwargs)
-
-
-class Reading(Deaf):
-    """Lets tokens see the first one besides."""
-
-    def forward(self, hidden_states, attention_mask=None, **kwargs):
-        if attention_mask is not None:
-            attention_mask = attention_mask | (torch.arange(attention_mask.shape[-1]) == 0)
-        return super().forward(hidden_states, attention_mask, **kwargs)
-
-
-class Centred(Deaf):
-    """Takes the mean of a channel over a call's tokens away."""
-
-    def forward(self, hidden_states, **kwargs):
-        return super().forward(hidden_states - hidden_states.mean((0, 1)), **kwargs)
-
-
-def wrapped(wrap, only=None):
-    torch.manual_seed(0)
-    model = attending(num_hidden_layers=3)
-    for at, layer in enumerate(model.model.layers):
-        if only in (None, at):
-            layer.self_attn = wrap(layer.self_attn)
-    return model
-
-
-@pytest.mark.parametrize(
-    "wrap, said",
-    [
-        pytest.param(lambda inner: Average(), "mixes-tokens", id="average", marks=pytest.mark.slow),
-        pytest.param(Shifted, "mixes-tokens", id="convolution", marks=pytest.mark.slow),
-        pytest.param(Centred, "mixes-tokens", id="centred", marks=pytest.mark.slow),
-        pytest.param(Reading, "mixes-tokens", id="mask"),
-    ],
-)
-def test_layers_that_cannot_go_without_padding(wrap, said, monkeypatch):
-    monkeypatch.setattr(refusals, "_foreign", lambda module: None)  # as if they were another package's
-    model, reference = pair(lambda: wrapped(wrap))
-    for seed in range(2):
-        assert_same_flattened(model, reference, padded(seed=seed))
-    assert has(model, "padding-kept", reason=said) and not find(model, "padding-removed"), tunecompile.report(model)
-    assert not find(model, *EAGER)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, id="no budget"), pytest.param({"memory": "64KiB"}, id="a budget")],
-)
-def test_the_last_layer_cannot_go_without_padding(options, monkeypatch):
-    """Layers before it have left padding out, which it reads: the step begins anew."""
-    monkeypatch.setattr(refusals, "_foreign", lambda module: None)
-    model, reference = pair(lambda: wrapped(Centred, only=2), **options)
-    for seed in range(2):
-        assert_same_flattened(model, reference, padded(seed=seed))
-    assert has(model, "padding-kept", reason="mixes-tokens") and not find(model, "padding-removed")
-
-
-@pytest.mark.slow
-def test_layers_that_hand_on_what_they_know(monkeypatch):
-    """Offsets come by the mask, so no keyword has to be passed on."""
-    monkeypatch.setattr(refusals, "_foreign", lambda module: None)
-    model, reference = pair(lambda: wrapped(Deaf))
-    assert_same_flattened(model, reference, padded())
-    assert flattened(model) == 1
-
-
-def test_models_without_the_interface():
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x, mask):
-            return x + self.linear(x) * mask[..., None]
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.layers = nn.Embedding(16, 8), nn.ModuleList(Layer() for _ in range(3))
-
-        def forward(self, input_ids, attention_mask, labels):
-            x = self.embed(input_ids)
-            for layer in self.layers:
-                x = layer(x, attention_mask)
-            return F.cross_entropy((x @ self.embed.weight.t()).flatten(0, 1), labels.flatten())
-
-    model, reference = pair(lambda: Model().train())
-    inputs = padded(vocabulary=16)
-    assert model(**inputs).item() == pytest.approx(reference(**inputs).item(), rel=1e-5)
-    assert has(model, "padding-kept", reason="no-mask-in-layers")
+def test_masks_of_one_row_are_written_out_once_for_all_layers():
+    one, rows = torch.ones(1, 1, 6, 6, dtype=torch.bool).expand(2, 1, 6, 6), torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    call = type("Call", (), {"masks_in_one_form": {}})()
+    (hidden, first), named = in_one_form(call, (torch.zeros(2, 6, 4), one), {"mask": one, "other": rows})
+    (_, second), _ = in_one_form(call, (hidden, one), {})
+    assert first is second is named["mask"] and first.is_contiguous() and not first._is_view() and first.equal(one)
+    assert named["other"] is rows
+    (view,), _ = in_one_form(None, (rows[:, :, :],), {})
+    assert not view._is_view() and view.data_ptr() == rows.data_ptr()

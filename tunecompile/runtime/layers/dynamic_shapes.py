@@ -94,7 +94,6 @@ class DynamicShapes:
     """
 
     first: tuple[int, ...] | None = None  #: lengths, see `_lengths`, that are compiled with constant sizes
-    begun: tuple[int, ...] | None = None  #: lengths of the first call
     seen: defaultdict[int, _Shapes] = field(default_factory=lambda: defaultdict(_Shapes))  #: by the place of a layer
 
     @staticmethod
@@ -107,35 +106,25 @@ class DynamicShapes:
                 )
         return ()
 
-    def mark(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int = 0) -> bool:
+    def mark(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int = 0) -> None:
         """Mark the dimensions of one call's arguments that follow the batch, whose rows and length are `sizes`.
 
-        layer: the place of the layer that is called.
+        They are left alone in calls of the first lengths, with the masks of the first call.
 
-        Returns:
-            Whether they are others than the first lengths, or other arguments are masks.
+        layer: the place of the layer that is called.
         """
         seen = self._look(tensors, sizes, layer)
         if self.first is None:
             self.first = seen.lengths
-        others = seen.lengths != self.first or not seen.alike
-        _mark(tensors, seen, others)
-        return others
+        _mark(tensors, seen, seen.lengths != self.first or not seen.alike)
 
-    def mark_all(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int = 0) -> bool:
+    def mark_all(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int = 0) -> None:
         """As `mark`, with the first lengths as all others."""
         _mark(tensors, self._look(tensors, sizes, layer), True)
-        return True
-
-    def differ(self, layer: int) -> bool:
-        """Whether a layer's last call had other lengths than the first call of all, or other masks than its own."""
-        return self.seen[layer].lengths != self.begun or not self.seen[layer].alike
 
     def _look(self, tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...], layer: int) -> _Shapes:
         seen = self.seen[layer]
         seen.look(tensors, sizes)
-        if self.begun is None:
-            self.begun = seen.lengths
         return seen
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import math
@@ -29,8 +28,7 @@ from tunecompile.runtime.cuda_graphs.stacks import Stacks
 from tunecompile.runtime.layers.between import Form, call_in_stack, go_on, passed_on, stand_in
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, mark_flat, mark_patches, tensors_in
 from tunecompile.runtime.layers.force_grad import Shared, drop_graph, require_grad, without_graph, without_view
-from tunecompile.runtime.layers.masked_graphs import MasksWanted, OtherGraph
-from tunecompile.runtime.layers.met_graph import also_watching, last_met
+from tunecompile.runtime.layers.met_graph import last_met
 from tunecompile.runtime.layers.placed_layer import PlacedLayer
 from tunecompile.runtime.layers.region import EVALUATION, SCORING, CallKind, Region
 from tunecompile.runtime.layers.unread_weights import are_unread, unread
@@ -41,8 +39,7 @@ from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import LONGEST_IMAGE, OFFSETS, WINDOW, FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
-from tunecompile.runtime.unpad.masks.given import is_mask
-from tunecompile.runtime.unpad.masks.neutral import in_one_form
+from tunecompile.runtime.unpad.masks.one_form import in_one_form
 from tunecompile.runtime.unpad.masks.pairs import real_masks
 from tunecompile.runtime.unpad.stale_rows import take_back
 from tunecompile.runtime.unpad.unpad import Unpadding
@@ -69,7 +66,6 @@ class LayerSlot(PlacedLayer):
         self.checkpointed_by: Callable | None = None
         self.paddings: tuple[Unpadding, Unpadding] | None = None  #: of training steps, and of evaluations
         self.variant: Variant | None = None
-        self.gives = False  #: whether the call that runs may be given masks
         self.batch = 0  #: the number of its owner's call in which it trained last
         self.flat: FlatBatch | None = None  #: the row that the call under way runs on
         self.collected = output_capturing.Collected()  #: by that call
@@ -164,32 +160,14 @@ class LayerSlot(PlacedLayer):
         if self.padding is not None and self.padding.recorded:
             args, kwargs = real_masks(args), real_masks(kwargs)
         before = entries_before(args, kwargs)
-        running = None if self.padding is None else self.padding.running
-        placed = self.placement is not None  # its hooks would run twice
-        may_give = self.padding is not None and not placed and not self.step.evaluates
-        self.gives = may_give and self.padding.neutral.may_be_given(running, mode is Mode.SCORE)
-        try:
-            passed = in_one_form(running, args, kwargs)
-            output = self._run_as(mode, *passed)
-        except MasksWanted as wanted:  # nothing of this layer ran
-            return self._under_masks(wanted, mode, args, kwargs)
+        passed = in_one_form(None if self.padding is None else self.padding.running, args, kwargs)
+        output = self._run_as(mode, *passed)
         if before:
             note_written(before, DynamicShapes.of(list(tensors_in(args, kwargs))))
         if self.padding is not None:
             self.padding.rounding.came(self.layer, args, kwargs, last_met())
         late = stand_in(output, self.stacks, Form(), *given, passed)
         return output if late is None else late
-
-    def _under_masks(self, wanted: MasksWanted, mode: Mode, args: tuple, kwargs: dict) -> Any:
-        """The call on a batch without padding by the graph of batches with."""
-        asked = self.variant
-        given = self.padding.neutral.give(self.padding.running, wanted.masks, args, kwargs)
-        if given is not None:
-            with contextlib.suppress(OtherGraph), also_watching(wanted.compare):
-                return self._run_as(mode, *given)
-        self.region.masked.closed = True
-        self.region.forget(asked)
-        return self._as_it_comes(mode, args, kwargs)
 
     def _run_as(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
         if mode is Mode.SCORE:
@@ -318,7 +296,7 @@ class LayerSlot(PlacedLayer):
     def _kind(self, args: tuple, kwargs: dict, scores: bool = False) -> tuple[CallKind, tuple[int, ...]]:
         """The key of a variant, and the batch's sizes, which are marked as dynamic."""
         tensors = list(tensors_in(args, kwargs))
-        sizes, others = DynamicShapes.of(tensors), False
+        sizes = DynamicShapes.of(tensors)
         if OFFSETS in kwargs:
             mark_flat(tensors, sizes[1])
         elif LONGEST_IMAGE in kwargs or (self.region.in_tower and len(sizes) == 1):
@@ -327,7 +305,7 @@ class LayerSlot(PlacedLayer):
         else:
             other = scores or self.step.images  # than the first lengths: rows are as long as their images are large
             seen = self.region.evaluated if self.step.evaluates else self.region.sizes
-            others = (seen.mark_all if other else seen.mark)(tensors, sizes, self.place)
+            (seen.mark_all if other else seen.mark)(tensors, sizes, self.place)
         self.hooks = self.inside.hooks
         setting = (
             torch.is_grad_enabled(),
@@ -341,15 +319,7 @@ class LayerSlot(PlacedLayer):
         ones, kinds = (size == 1 for size in sizes), ((where, t.dtype, t.requires_grad) for where, t in tensors)
         by_hooks = output_capturing.collects_attention(self.owner) and not setting[3] and not self.inside.collected
         left_out = are_unread(kwargs, by_hooks) and self.placement is None and not self.region.weights_read
-        gives = (
-            self.gives
-            and others
-            and not in_backward()
-            and self.region.masked.known
-            and self.region.sizes.differ(self.place)
-        )
-        gives = gives and not any(is_mask(each) for _, each in tensors)
-        return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out, gives), sizes
+        return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out), sizes
 
     def _score(self, args: tuple, kwargs: dict) -> Any:
         """A forward without gradients, by the code that trains: of another graph some sums are rounded otherwise."""

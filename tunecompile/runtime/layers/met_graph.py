@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from tunecompile.compiler.attention_calls import attention_calls, causal_calls
-from tunecompile.compiler.attention_calls.neutral_masks import Flow, is_dynamic
 from tunecompile.compiler.token_wise.graph import hands_on, is_told_of_images, recurrences
+from tunecompile.ir.canonicalize import value
 from tunecompile.notes import Note
 
 _ATTENTION = str(F.scaled_dot_product_attention)
@@ -40,20 +40,17 @@ class MetGraph:
     alone: bool = True  #: whether a call of the layer runs no other
     of_images: bool = False  #: whether it is a tower's, and told where images begin
     mixes: Note | None = None  #: why a tower's may read more patches than those of an image
-    flows: tuple[Flow, ...] = ()  #: what it computes where its masks leave nothing out
 
     @classmethod
-    def of(
-        cls, gm: GraphModule, mixes: Note | None = None, alone: bool = True, flows: tuple[Flow, ...] = ()
-    ) -> MetGraph:
-        """What Dynamo's graph computes, its bodies included; mixes, alone, flows: see there."""
+    def of(cls, gm: GraphModule, mixes: Note | None = None, alone: bool = True) -> MetGraph:
+        """What Dynamo's graph computes, its bodies included; mixes, alone: see there."""
         graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
         nodes = (node for graph in graphs for node in graph.nodes if node.op.startswith("call"))
         calls = tuple((str(node.target), *_constants(node)) for node in nodes if _makes_tensors(node))
         by_documents = sum(len(attention_calls(graph)) for graph in graphs)
         return cls(
             calls,
-            is_dynamic(gm),
+            any(isinstance(value(node), torch.SymInt) for node in gm.graph.find_nodes(op="placeholder")),
             hands_on(gm),
             causal_calls(graphs),
             causal_calls(graphs, causal=False),
@@ -62,7 +59,6 @@ class MetGraph:
             alone,
             is_told_of_images(gm),
             mixes,
-            flows,
         )
 
     def computes_as(self, other: MetGraph) -> bool:

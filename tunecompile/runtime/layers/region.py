@@ -22,7 +22,6 @@ from tunecompile.planner.solver import KEEP, Plan
 from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes
-from tunecompile.runtime.layers.masked_graphs import MaskedGraphs
 from tunecompile.runtime.layers.module_watch import ClassWatch
 from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.memory.weight_cache import WeightCache
@@ -38,9 +37,6 @@ class CallKind(NamedTuple):
     tensors: tuple  #: what it guards in each function: dtypes, say
     flat: bool = False  #: whether it is a call on a row of documents
     unread: bool = False  #: whether its caller says that it does not read attention weights
-    #: whether its sizes are others than the first ones, and it has no mask, but may be given one, to run by the graph
-    #: of calls that have one
-    gives: bool = False
 
 
 @dataclass
@@ -59,7 +55,6 @@ class Region:
     evaluated: DynamicShapes = field(default_factory=DynamicShapes)  #: sizes of evaluations, which say nothing of steps
     loops: TokenLoops = field(default_factory=TokenLoops)
     classes: ClassWatch = field(default_factory=ClassWatch)  #: of the modules in its layers
-    masked: MaskedGraphs = field(default_factory=MaskedGraphs)
     bypassed: bool = False
     again: bool = False  #: whether a layer was called twice in one forward of its owner
     in_tower: bool | None = None  #: whether layers of its owner may be told where images begin; None: not known yet
@@ -152,13 +147,9 @@ class Region:
 
     def _made(self, name: str, backend: Backend, kind: CallKind, way: Plan | str | None) -> Variant:
         """way: None where the plan is made later."""
-        setting = self.settings[(kind.flat, kind.unread, kind.gives, *kind.setting)]
+        setting = self.settings[(kind.flat, kind.unread, *kind.setting)]
         compiled_as = CompiledAs(self.itself, setting, way)
-        made = Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread)
-        if not is_of_evaluation(way):  # of which training steps learn nothing
-            made.masked = self.masked
-        made.gives = kind.gives
-        return made
+        return Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread)
 
     def forget(self, variant: Variant) -> None:
         """No call runs it any more."""

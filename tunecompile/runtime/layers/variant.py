@@ -23,7 +23,6 @@ from tunecompile._torch.dynamo import (
     specialize_floats,
 )
 from tunecompile._torch.modules import call_original, slot_of
-from tunecompile.compiler.attention_calls.neutral_masks import Flow
 from tunecompile.compiler.backend import WEIGHTS_UNREAD, Backend, CompiledAs, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, NotTokenWise, is_told_of_images, why_not_token_wise
@@ -31,7 +30,6 @@ from tunecompile.errors import summary
 from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUMENTS
 from tunecompile.notes import Note, note
 from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
-from tunecompile.runtime.layers.masked_graphs import MaskedGraphs
 from tunecompile.runtime.layers.met_graph import MetGraph, also_watching, meet
 from tunecompile.runtime.unpad.flat_batch import (
     BOUNDS_BESIDE,
@@ -112,7 +110,6 @@ class Variant:
         self.flat = flat  #: whether it runs on rows of documents
         self.unread = unread  #: whether attention weights that it returns are not read
         self.compiled_as = compiled_as
-        self.masked, self.gives = MaskedGraphs(), False  #: of its region, and whether its calls may be given masks
         self.integers_change = (
             False  #: whether a module's integer made a second graph: from the third on it is a symbol
         )
@@ -176,9 +173,6 @@ class Variant:
 
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
         self._traced()
-        wants, flows = self._by_masks(gm)
-        if wants is not None:
-            return wants
         self.graphs += 1
         why = recompile_reason()
         guard = why.strip().splitlines()[0].partition(": ")[2][:200] if why is not None else ""
@@ -210,33 +204,12 @@ class Variant:
             history.add(guard)
             self.integers_change |= history.integers > 0
         self.contexts += self.backend.contexts[before:]
-        return _told(gm, compiled, mixes, alone=not self.breaks, flows=flows)
-
-    def _by_masks(self, gm: GraphModule) -> tuple[Callable | None, tuple[Flow, ...]]:
-        """What wants masks in place of a graph, where a known one computes the same under them; and what a graph
-        with masks computes.
-
-        Pieces of a layer that has graph breaks are not compared: others ran before them.
-        """
-        broken = self.breaks or getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False)
-        if self.flat or broken or is_told_of_images(gm):
-            return None, ()
-        if not self.gives or self.backend.look is not None:
-            return None, self.masked.learn(gm, not isinstance(self.compiled_as.plan, str))
-        wants = self.masked.instead_of(gm)
-        self.ran |= wants is not None  # a graph of the region's will
-        return wants, ()
+        return _told(gm, compiled, mixes, alone=not self.breaks)
 
 
-def _told(
-    gm: GraphModule,
-    compiled: Callable,
-    mixes: Note | None = None,
-    alone: bool = True,
-    flows: tuple[Flow, ...] = (),
-) -> Callable:
+def _told(gm: GraphModule, compiled: Callable, mixes: Note | None = None, alone: bool = True) -> Callable:
     """`compiled`, before whose calls `meet` is called."""
-    graph = MetGraph.of(gm, mixes, alone, flows)
+    graph = MetGraph.of(gm, mixes, alone)
 
     def run(*args: Any) -> Any:
         meet(graph)

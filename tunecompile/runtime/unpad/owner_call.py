@@ -42,16 +42,12 @@ class OwnerCall:
     #: by id: those that layers wrote to, for others to read
     mappings: dict[int, Any] = field(default_factory=dict)
     by_rows: FlatBatch | None = None  #: what a mask [B, T] of a layer that has no other said
-    neutral_masks: dict[Any, Tensor] = field(
-        default_factory=dict
-    )  #: that leave nothing out, and that layers were given
-    masks_in_one_form: dict[Any, tuple[Tensor, Tensor]] = field(
-        default_factory=dict
-    )  #: by id: masks, and what became of them
+    #: by id: masks, and what became of them
+    masks_in_one_form: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def let_go(self) -> None:
         """It is over: what was decided of its masks lives on."""
-        self.given, self.beside, self.mappings, self.neutral_masks, self.masks_in_one_form = {}, {}, {}, {}, {}
+        self.given, self.beside, self.mappings, self.masks_in_one_form = {}, {}, {}, {}
 
     def is_repeated(self) -> bool:
         """Whether a checkpoint of the user's repeats the layer that runs, which would have to know. (A re-entrant one

@@ -33,7 +33,6 @@ from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
 from tunecompile.runtime.unpad.handed_on import is_seen
 from tunecompile.runtime.unpad.masks.given import bounds_in, is_given, mask_in, padding_in
-from tunecompile.runtime.unpad.masks.neutral import NeutralMasks
 from tunecompile.runtime.unpad.masks.pairs import identity, version
 from tunecompile.runtime.unpad.masks.recorder import compiled_parts, recorder_for
 from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of, scores
@@ -68,7 +67,6 @@ class Unpadding:
         self.owner, self.members, self.step, self.head_is_called = owner, members, step, head_is_called
         self.watch = refusals.OwnerWatch(owner, members)
         self.presumptions, self.rounding = Presumptions(), Rounding(owner, members, self.watch, replays)
-        self.neutral = NeutralMasks(owner)
         self.gathered: bool | None = None  #: whether layers gather weights from other ranks; None until it is looked at
         self.notes: dict[Note, None] = {}
         self.looks = LOOKS
@@ -153,7 +151,6 @@ class Unpadding:
             self.packed += call.packs and not call.drops
             self.whole += call.whole
             self.rounding.ran_as(call)
-            self.neutral.ran_as(call)
         if not call.decided:
             self._tell_of_call(call)
 
@@ -398,10 +395,4 @@ class Unpadding:
         """For the report: how many batches came without padding, and why others did not."""
         told = [note("padding-removed", count=self.flattened)] if self.flattened else []
         told += [note("packed-without-mask", count=self.packed)] if self.packed else []
-        return (
-            told
-            + [note("attention-outside")] * self.shared
-            + self.rounding.report()
-            + self.neutral.report()
-            + list(self.notes)
-        )
+        return told + [note("attention-outside")] * self.shared + self.rounding.report() + list(self.notes)
