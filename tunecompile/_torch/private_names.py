@@ -225,6 +225,15 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch._dynamo.config.optimize_ddp",
     ),
     *group(
+        "batches keep their padding",
+        *("symbolic_convert.InstructionTranslator", "symbolic_convert.InstructionTranslator.current_tx"),
+        *("side_effects.SideEffects.id_to_variable", "side_effects.SideEffects.is_modified"),
+        *("side_effects.SideEffects.store_attr_mutations", "variables.tensor.TensorVariable"),
+        *("variables.base.VariableTracker", "variables.base.VariableTracker.visit"),
+        *("variables.base.ValueMutationExisting", "variables.base.AttributeMutationExisting"),
+        under="torch._dynamo",
+    ),
+    *group(
         "under DDP each call sets Dynamo's configuration by its slower public function",
         "torch._dynamo.config._make_closure_patcher",
     ),

@@ -47,6 +47,7 @@ class Collected:
     """What one call of a layer collected."""
 
     asked: int = 0  #: hooks
+    lists: frozenset[int] = frozenset()  #: ids of those that take values while the layer runs
     places: list[tuple[list, int]] = field(
         default_factory=list
     )  #: transformers' lists, and how many values are its own
@@ -83,7 +84,9 @@ def collecting(
             capture.wanted = active is not None and capture.key in active
         capture.found.clear()
     try:
-        collected = Collected(sum(capture.wanted for capture in captures))
+        collected = Collected(
+            sum(capture.wanted for capture in captures), frozenset(id(capture.found) for capture in captures)
+        )
         yield collected
         for capture in captures if active is not None and not repeats else ():
             if capture.wanted:

@@ -219,13 +219,3 @@ def test_keys_that_a_caller_reads_keep_their_padding():
     model, reference = pair(sharing)
     assert_same_flattened(model, reference, {**padded(), "return_shared_kv_states": True})
     assert has(model, "padding-kept", reason="output-holds-more")
-
-
-def test_a_list_that_a_layer_writes_to_is_no_rows():
-    """It was given a copy: what is added, taken out or replaced there, its caller would not see."""
-    held, other = torch.ones(2), torch.ones(2)
-    RowCall(None, (), {}, [], [([held], [held]), ([], [])], False).hand_on(None, None)
-    for written in ([other], [held, other], []):
-        with pytest.raises(NotTokenWise) as told:
-            RowCall(None, (), {}, [], [(written, [held])], False).hand_on(None, None)
-        assert told.value.reason.code == "output-holds-more"

@@ -132,10 +132,7 @@ def step(model: torch.nn.Module, inputs: dict) -> tuple[float, dict]:
     ],
 )
 def test_padding_counts_in_a_mean_over_what_layers_keep(kind, of_result):
-    """A row of real tokens in its place was another mean: gradients 15 % off, without a word.
-
-    What a layer appended to a list or a tuple before it ran again, with its padding, is taken back.
-    """
+    """A row of real tokens in its place was another mean: gradients 15 % off, without a word."""
     model, reference = pair(lambda: build(kind, of_result))
     for seed in range(2):
         inputs = padded(3, 24, "right", seed=seed)

@@ -38,10 +38,9 @@ from tunecompile.runtime.memory.given_containers import holds_containers
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import LONGEST_IMAGE, OFFSETS, WINDOW, FlatBatch
-from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
+from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, mappings_in, note_written
 from tunecompile.runtime.unpad.masks.one_form import in_one_form
 from tunecompile.runtime.unpad.masks.pairs import real_masks
-from tunecompile.runtime.unpad.stale_rows import take_back
 from tunecompile.runtime.unpad.unpad import Unpadding
 
 
@@ -132,9 +131,6 @@ class LayerSlot(PlacedLayer):
         self.padding.layer_ran()
         self.padding.rounding.ran(self.layer, row.flat, args, kwargs, last_met())
         row.hand_on(last_met(), self.padding.running)
-        kept = self.inside.kept() if self.padding.is_new(last_met()) and self.inside is not None else None
-        if kept is not None and row.is_kept(kept, output, self.padding.stale):
-            raise NotTokenWise(note("output-holds-more"))
         return output
 
     def _padded(self, reason: Note, flat: FlatBatch, mode: Mode, args: tuple, kwargs: dict) -> Any:
@@ -149,9 +145,7 @@ class LayerSlot(PlacedLayer):
             self.padding.rounding.refuse(reason)
         else:
             self.padding.refuse(reason, PACKED)
-        output = self._as_it_comes(mode, args, kwargs)
-        take_back(self.padding.stale)
-        return output
+        return self._as_it_comes(mode, args, kwargs)
 
     def _as_it_comes(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
         """The call on the batch, with masks that were not made yet: Dynamo cannot trace what computes them."""
@@ -416,6 +410,7 @@ class LayerSlot(PlacedLayer):
             self.variant.collects = collected.asked
             if self.flat is not None:
                 self.collected = collected
+                self.variant.own = {*collected.lists, *mappings_in(args, kwargs)}
             if self.stacks is None:
                 output = self.variant.call(self.layer, *args, **kwargs)
             else:

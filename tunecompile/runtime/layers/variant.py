@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from tunecompile._torch.dynamo import (
     specialize_floats,
 )
 from tunecompile._torch.modules import call_original, slot_of
+from tunecompile._torch.stored_tensors import stores_tensors
 from tunecompile.compiler.backend import WEIGHTS_UNREAD, Backend, CompiledAs, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, NotTokenWise, is_told_of_images, why_not_token_wise
@@ -117,6 +118,7 @@ class Variant:
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
         self.effort, self.histories = effort, defaultdict(History)  #: by the number of the function
         self.collects = 0  #: how many values of modules inside the call that runs has collected
+        self.own: Collection[int] = ()  #: ids of containers that the call that runs may put rows into
         self.batch = 0  #: the number of the batch that runs
         self.recompiles: list[str] = []
         self.contexts: list[Context] = []
@@ -173,6 +175,8 @@ class Variant:
 
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
         self._traced()
+        if self.flat and stores_tensors(self.own):  # rows, where the model would look for batches
+            raise NotTokenWise(note("output-holds-more"))
         self.graphs += 1
         why = recompile_reason()
         guard = why.strip().splitlines()[0].partition(": ")[2][:200] if why is not None else ""

@@ -8,7 +8,6 @@ layer that keeps its padding, or anybody else, reads what they know.
 from __future__ import annotations
 
 import copy
-import operator
 from collections import UserDict
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -19,9 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
-from tunecompile.runtime.layers.module_watch import holders
 from tunecompile.runtime.unpad.flat_batch import FlatBatch, HasNoTokens
-from tunecompile.runtime.unpad.stale_rows import StaleRow
 
 #: what layers wrote -> the dimension that counts tokens. (By sizes alone, [B, H, T, D] may be taken for [3, B, T, D].)
 _tokens: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -85,7 +82,6 @@ class RowCall:
     args: tuple
     kwargs: dict
     handed: list[HandedOn]  #: mappings among the arguments
-    lists: list[tuple[list, list]]  #: lists among them, with what they held
     keep: bool  #: whether other layers of the batch may read what it makes as it is
 
     @staticmethod
@@ -108,8 +104,7 @@ class RowCall:
             return None
         if (found := flat.enter(args, kwargs, mask, keep)) is None:
             return None
-        lists = [value for value in (*found[0], *found[1].values()) if isinstance(value, list)]
-        return RowCall(flat, *found, handed, [(value, [*value]) for value in lists], keep)
+        return RowCall(flat, *found, handed, keep)
 
     def hand_on(self, graph: Graph | None, receiver: Receiver | None) -> None:
         """Put what the layer wrote into mappings into its caller's.
@@ -119,11 +114,8 @@ class RowCall:
             receiver: takes the mappings that were written to.
 
         Raises:
-            NotTokenWise: its graph returns more than was found there (it may be kept in an attribute, as a row), or it
-                wrote to a list, whose copy it was given.
+            NotTokenWise: its graph returns more than was found there.
         """
-        if any(len(value) != len(held) or any(map(operator.is_not, value, held)) for value, held in self.lists):
-            raise NotTokenWise(note("output-holds-more"))
         changed = [each for each in self.handed if each.changed]
         wrote = sum([each.leave(self.flat, self.keep) for each in changed])
         if graph is not None and graph.hands_on != wrote:
@@ -131,30 +123,13 @@ class RowCall:
         if receiver is not None:
             receiver.mappings |= {id(each.known): each.known for each in changed}
 
-    def is_kept(self, values: Iterable[Any], output: Any, stale: list[StaleRow]) -> bool:
-        """Whether a row of tokens is kept where the layer's model may read it.
 
-        Args:
-            values: that the layer's modules hold.
-            output: of the layer, which others can hold as well.
-            stale: gets what this call made of that. The layer is going to run again, with its padding, and `take_back`
-                what is still there then.
-        """
-        inside = {id(value) for value in values if self.flat.is_row(value) or self.flat.is_inside(value)}
-        several = isinstance(output, (tuple, list, dict))
-        parts = (output,) if not several else [*output.values()] if isinstance(output, dict) else [*output]
-        given = (*self.args, *self.kwargs.values())
-        ours = set(map(id, given))
-        made = [row for row in parts if self.flat.is_row(row) and id(row) not in ours]
-        whole = several and bool(made) and bool(holders(output, None))  # in a list, say
-        found = bool(inside) or whole
-        made += [row for row in given if self.flat.is_row(row) and id(row) in inside]
-        around = [output, parts, made, getattr(output, "__dict__", None)]
-        for row in made:  # no comprehension may read the output or its row: its variables would hold them
-            if whole or holders(row, around):
-                found = True
-                stale.append(StaleRow.of(row, output))
-        return found
+def mappings_in(args: tuple, kwargs: dict) -> Iterator[int]:
+    """Ids of mappings among a layer's arguments, and of what holds their entries."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (dict, UserDict)):
+            yield id(value)
+            yield id(getattr(value, "data", value))
 
 
 def entries_before(args: tuple, kwargs: dict) -> list[tuple[MutableMapping, dict]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +24,6 @@ from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import loss_caller
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.notes import Note, note
-from tunecompile.runtime.layers.met_graph import MetGraph
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
@@ -38,7 +36,6 @@ from tunecompile.runtime.unpad.masks.recorder import compiled_parts, recorder_fo
 from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of, scores
 from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
 from tunecompile.runtime.unpad.rounding import Replays, Rounding
-from tunecompile.runtime.unpad.stale_rows import StaleRow, take_back
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +73,6 @@ class Unpadding:
         self.masks: dict[
             Any, MaskDecision
         ] = {}  #: by identity; a checkpoint repeats a layer when the call is long over
-        self.looked: weakref.WeakSet[MetGraph] = weakref.WeakSet()  #: graphs that ran
-        self.stale: list[StaleRow] = []  #: what layers put into the user's containers, and have to run again for
         self.recorded = False  #: whether masks of any call were recorded in place of being made
         self.running: OwnerCall | None = None
         self.last: LastCall | None = None  #: that left out hidden states at padding
@@ -126,9 +121,7 @@ class Unpadding:
                 output = call_original(self.owner, *args, **kwargs)
         except NotTokenWise as found:  # from the compiler, before anything of this layer ran
             self.refuse(found.reason, PACKED if call.packs and not call.drops else PADDED)
-            output = self._run(OwnerCall(call.given), args, kwargs)
-            take_back(self.stale)
-            return output
+            return self._run(OwnerCall(call.given), args, kwargs)
         finally:
             self.running = before
             for flat in self._flats(call):
@@ -170,13 +163,6 @@ class Unpadding:
             yield
         finally:
             call.recorder.end()
-
-    def is_new(self, graph: MetGraph | None) -> bool:
-        """Whether a layer's graph ran for the first time: what it writes to attributes, it writes in each call."""
-        if graph is None or graph in self.looked:
-            return False
-        self.looked.add(graph)
-        return True
 
     def begin_layers(self) -> None:
         """A layer is about to run."""
