@@ -21,9 +21,9 @@ class Counted(Head):
 
     made = 0
 
-    def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
+    def logits(self, hidden: Tensor, autocast: torch.dtype | None, called: LinearHead) -> Tensor:
         self.made += 1
-        return super().logits(hidden, autocast)
+        return super().logits(hidden, autocast, called)
 
 
 def linear(dtype: torch.dtype = torch.float64, bias: bool = True) -> nn.Linear:

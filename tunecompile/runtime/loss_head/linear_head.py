@@ -63,6 +63,20 @@ class LinearHead:
         """The number of logits of a row."""
         return whole(self.weight).shape[0]
 
+    def is_like(self, other: LinearHead) -> bool:
+        """Whether both are of the same tensors."""
+        mine, theirs = self._parts(), other._parts()
+        return all(one is another for one, another in zip(mine[:4], theirs[:4])) and mine[4:] == theirs[4:]
+
+    def _parts(self) -> tuple:
+        return self.weight, self.bias, self.down, self.up, self.scale, self.dtype, self.adapter_dtype
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., V] of hidden states [..., H]."""
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        made = linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
+        return made if self.down is None else (made + self.inner(hidden) @ self.outer().t()).to(self.dtype)
+
     def inner(self, hidden: Tensor) -> Tensor | None:
         """Return scale * x down^T, [T, r]; None without an adapter."""
         return (

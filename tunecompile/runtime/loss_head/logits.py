@@ -124,7 +124,7 @@ class Logits:
         """Return the logits after some `steps`, in new memory."""
         if self.late:
             self.head.read_late()
-        value = self.head.logits(self.hidden if hidden is None else hidden, self.autocast)
+        value = self.head.logits(self.hidden if hidden is None else hidden, self.autocast, self.product)
         for step in steps:
             value = step(value)
         return value

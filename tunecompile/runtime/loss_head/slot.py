@@ -72,6 +72,8 @@ class Head:
         True
     )  #: whether the labels of a loss that is computed now are known to leave padding out
     attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
+    #: what a call with these hidden states would compute now; `NotLinear` where that is no product
+    product: Callable[[Tensor], LinearHead | None] = lambda hidden: None
     labelled: Labelled = field(default_factory=Labelled)
     labelled_evaluated: Labelled = field(default_factory=Labelled)  #: of evaluations, whose labels are others
     gathered: LayerHost | None = None  #: what has its weight gathered while a loss is computed
@@ -85,10 +87,26 @@ class Head:
     def has_loss_of(self, hidden: Tensor) -> bool:
         return self.scored is not None and self.scored() is hidden
 
-    def logits(self, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
-        """Apply the head under the autocast dtype of its call; None for no autocast."""
+    def logits(self, hidden: Tensor, autocast: torch.dtype | None, called: LinearHead) -> Tensor:
+        """Apply the head as it was at its call.
+
+        Args:
+            hidden: the hidden states.
+            autocast: the dtype of the call's autocast; None for none.
+            called: what the call was to compute. Meanwhile the module may have another weight, or another adapter.
+        """
         with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
-            return call_original(self.module, hidden)
+            return call_original(self.module, hidden) if self._is_still(called, hidden) else called(hidden)
+
+    def _is_still(self, called: LinearHead, hidden: Tensor) -> bool:
+        """Whether the module computes now what a call was to compute. (A gathered weight is another tensor each time.)"""
+        if self.gathered is not None:
+            return True
+        try:
+            now = self.product(hidden)
+        except NotLinear:
+            return False
+        return now is None or now.is_like(called)
 
     def now(self, product: LinearHead) -> LinearHead:
         """The same with the weight that is there now: what was there before is another tensor."""
@@ -136,6 +154,7 @@ class HeadSlot:
         self.passes, self.classes = passes, ClassWatch()
         self.tracers: dict[int, HeadTracer] = {}  #: by the version of the classes
         self.placement: LayerHost | None = None
+        head.product = self._product
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.head.module
