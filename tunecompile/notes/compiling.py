@@ -148,6 +148,10 @@ REASONS = {
         "its layers were called without the module that owns them, which begins a training step",
         "Call the model, or the module that owns the layers, instead of its layers.",
     ),
+    "never-called": NoteKind(
+        "none of the {count} layers of {subject} is ever called as a module, so that nothing of them is compiled",
+        "Call them by `layer(...)`, not by `layer.forward(...)`, nor their parts one by one.",
+    ),
     "unknown-hooks": NoteKind("accelerate has hooks there that are not known to tunecompile"),
     "weights-loaded-per-call": NoteKind(
         "accelerate loads its weights from the host or a disk for each call",

@@ -87,7 +87,7 @@ class Report:
                 lines += [f"      refused: {reason}" for reason in dict.fromkeys(m.refused)]
         for plan in [*([self.memory] if self.memory else []), *self.elsewhere]:
             lines += _memory_lines(plan, of_several=bool(self.elsewhere))
-        if not self.compiles:
+        if not self.compiles and not any(each.code == "never-called" for each in self.notes):
             lines.append("  nothing is compiled yet: run one training step")
         return "\n".join([*lines, *(f"  note: {each}" for each in self.notes)])
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tunecompile._torch.autograd import others_trace
+from tunecompile._torch.autograd import in_backward, others_trace
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile.notes import note
 from tunecompile.runtime.memory.accounting import PlannedLayer
@@ -67,6 +67,9 @@ class Step:
     drops_cache: bool = False  #: whether a cache that the model makes by default was ever kept from its layers
     entered: bool = False  #: whether any step has begun at all
     batches: int = 0  #: calls of modules that own layers
+    #: whether the last of these was in a backward pass: a checkpoint around the whole model, or a loss that has the
+    #: model embed once more (GradCache, Gao et al. 2021)
+    in_backward: bool = False
     images: bool = False  #: whether a tower ever ran whose images have any size
     in_eval: bool = False  #: whether a forward with gradients ran in eval mode
     outer: bool = False  #: whether the user ever compiled the model as a whole, around us
@@ -111,7 +114,7 @@ class Step:
 
     def enter(self, module: nn.Module) -> None:
         """A call of the module that owns the layers begins."""
-        self.entered = True
+        self.entered, self.in_backward = True, in_backward()
         if is_compiling():  # by others: what was read there, such as a count, Dynamo would guard on
             self.active, self.outer = False, True
             return

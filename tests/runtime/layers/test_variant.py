@@ -45,14 +45,14 @@ def compile_once(monkeypatch):
         monkeypatch.setattr(CompileEffort, "timed", noted)
         monkeypatch.setattr(variant, "recompile_reason", lambda: reason)
         monkeypatch.setattr(variant, "current_frame", lambda: 0)
+        monkeypatch.setattr(variant, "stores_tensors", lambda own: False)
         monkeypatch.setattr(variant, "forget_specialized", lambda: traced.append("forgotten"))
         effort = CompileEffort("layers", nodes=0 if refused else 100)
         backend = type("Backend", (), {"contexts": contexts, "__call__": staticmethod(compiled)})()
         made = SimpleNamespace(
             **dict(graphs=0, batch=0, breaks=[], recompiles=[], contexts=[], integers_change=False),
             **dict(histories=defaultdict(History), effort=effort, backend=backend, _traced=lambda: traced.append(1)),
-            **{"flat": False, "unread": False, "collects": 0, **state},
-            _by_masks=lambda gm: (None, ()),
+            **{"flat": False, "unread": False, "collects": 0, "own": (), **state},
         )
         gm = fx.symbolic_trace(torch.nn.Tanh())
         if broken is not None:

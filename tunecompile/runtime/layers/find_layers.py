@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,7 +23,8 @@ def find_layers(model: nn.Module) -> list[LayerStack]:
 
     A Sequential must be of one class. In a ModuleList at least one class repeats: others may stand between (layers with
     cross-attention). A ModuleDict whose names are numbers is a list, too (torchtitan's layers). Lists inside a found
-    layer (experts) are not regions. Lists of bare linears (several heads) are not layers.
+    layer (experts) are not regions. Lists of bare linears (several heads) are not layers. Lists in a list (pairs of
+    attention and MLP, stages) have no call of their own: their members are layers of the outer one's owner.
     """
     found: list[LayerStack] = []
 
@@ -31,7 +33,7 @@ def find_layers(model: nn.Module) -> list[LayerStack]:
             runner = module  # a container without a forward (a ModuleDict, say) never runs: its parent calls the layers
         for name, child in module.named_children():
             where = f"{path}.{name}" if path else name
-            members = tuple(child.children())
+            members = tuple(_members(child))
             classes = len({type(m) for m in members})
             repeated = (
                 classes < len(members)
@@ -45,6 +47,15 @@ def find_layers(model: nn.Module) -> list[LayerStack]:
 
     visit(model, "", model)
     return found
+
+
+def _members(container: nn.Module) -> Iterator[nn.Module]:
+    """Of lists in it, which nobody calls, those that hold modules: norms between them are none."""
+    for each in container.children():
+        if _is_list(each):
+            yield from (inner for inner in _members(each) if next(inner.children(), None) is not None)
+        else:
+            yield each
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,15 @@ class Mode(enum.Enum):
     SCORE = "score"  #: compiled, without gradients: a reference's log-probabilities, say
 
 
+class Entry(Protocol):
+    """Where a pass through the layers of one owner begins."""
+
+    entered: bool  #: whether the owner was ever called
+
+    def begin(self) -> None:
+        """A pass begins without a call of the owner."""
+
+
 class LayerSlot(PlacedLayer):
     """Runs the calls of one layer."""
 
@@ -60,6 +69,11 @@ class LayerSlot(PlacedLayer):
         self.step = step
         self.place, self.stack = 0, 0  #: among all layers, and the number of its list of layers
         self.first = False  #: in its list of layers
+        self.entry: Entry | None = None
+        self.called = False  #: whether it ever was
+        #: how its last forward of a training step ran, and the last one in training mode, which may be without
+        #: gradients: what is repeated in a backward pass runs as it did
+        self.trained_as = self.ran_as = Mode.TRAIN
         self.checkpoint = False  #: whether the user enabled gradient checkpointing
         #: a checkpoint function of the user's, called with the layer and its arguments by position
         self.checkpointed_by: Callable | None = None
@@ -78,6 +92,7 @@ class LayerSlot(PlacedLayer):
         return self.paddings[self.step.evaluates and not in_backward()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
         output = self._run(args, kwargs)
         if self.variant is None or not self.variant.unread:
             return output
@@ -180,9 +195,20 @@ class LayerSlot(PlacedLayer):
         training, gradients = self.layer.training, torch.is_grad_enabled()
         if in_backward():
             # A checkpoint around the layer recomputes it. Other forwards (evaluation, a reference model) may have run
-            # since the
-            # one it repeats, so the step's flags say nothing here.
-            return Mode.TRAIN if training and gradients else Mode.EAGER
+            # since the one it repeats, so the step's flags say nothing here.
+            before = self.ran_as if self.step.in_backward else self.trained_as
+            return Mode.TRAIN if training and gradients and before is not Mode.EAGER else Mode.EAGER
+        alone = self.entry is not None and not self.entry.entered  # an owner that is called by its `forward`, say
+        if alone and self.first:
+            self.entry.begin()
+        mode = self._mode_of_forward(training, gradients)
+        if training:
+            self.ran_as = mode
+            if gradients or alone:  # (a re-entrant checkpoint runs it without)
+                self.trained_as = mode
+        return mode
+
+    def _mode_of_forward(self, training: bool, gradients: bool) -> Mode:
         if self.step.scoring and (training or self.step.evaluates) and not gradients:
             return Mode.SCORE
         if not self.step.active and not self.step.entered and training and gradients:

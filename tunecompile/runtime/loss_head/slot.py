@@ -99,7 +99,7 @@ class Head:
             return call_original(self.module, hidden) if self._is_still(called, hidden) else called(hidden)
 
     def _is_still(self, called: LinearHead, hidden: Tensor) -> bool:
-        """Whether the module computes now what a call was to compute. (A gathered weight is another tensor each time.)"""
+        """Whether the module computes now what a call was to compute. (Gathered, its weight is another tensor.)"""
         if self.gathered is not None:
             return True
         try:

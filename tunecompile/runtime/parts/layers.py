@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.integrations.loss_caller import liger_kinds
 from tunecompile.integrations.transformers import gives_cache
-from tunecompile.notes import Note, note
+from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.compile_limits import Leftovers
 from tunecompile.runtime.layers.find_layers import LayerStack, find_layers, find_norms, structure
 from tunecompile.runtime.layers.layer_slot import LayerSlot
@@ -24,12 +26,15 @@ from tunecompile.runtime.step import NotCopied, Step
 from tunecompile.runtime.unpad.norm_slot import NormSlot
 from tunecompile.runtime.unpad.owner_call import scores
 
+log = logging.getLogger("tunecompile")
+
 
 class Layers(Part):
     """The compiled layers of a model."""
 
     def __init__(self) -> None:
         self.handles: list[RemovableHandle] = []
+        self.entries: list[EntryHook] = []
         self.leftovers = Leftovers()
 
     def attach(self, state: State) -> None:
@@ -41,6 +46,9 @@ class Layers(Part):
         longest = max(reversed(state.stacks), key=lambda stack: len(stack.members), default=None)
         for stack in state.stacks:
             hook = EntryHook(state, stack.owner, self._attach_stack(state, stack), counts=stack is longest)
+            for slot in hook.slots:
+                slot.entry = hook
+            self.entries.append(hook)
             self.handles.append(stack.owner.register_forward_pre_hook(hook, with_kwargs=True))
         for index, region in enumerate(state.regions):
             region.effort.number = (index + 1, len(state.regions))
@@ -92,9 +100,10 @@ class Layers(Part):
             state.notes.append(found)
 
     def notes(self, state: State) -> list[Note]:
-        """Which modules run kernels of another package."""
+        """Which modules run kernels of another package, and which layers are never called."""
         kinds = liger_kinds(state.model)
-        return [note("liger-kernels", ", ".join(kinds))] if kinds else []
+        never = [found for entry in self.entries if entry.trained for found in entry.never_called()]
+        return [note("liger-kernels", ", ".join(kinds))] * bool(kinds) + never
 
     def detach(self, state: State) -> None:
         for handle in self.handles:
@@ -102,6 +111,7 @@ class Layers(Part):
         for slot in (*state.norms, *state.slots):
             empty(slot.layer, slot)
             slot.release()
+        self.entries.clear()
         state.replays.forget()  # Dynamo keeps compiled graphs, and so their recordings: gigabytes beside the next model
 
 
@@ -115,7 +125,10 @@ class EntryHook(NotCopied):
     """
 
     def __init__(self, state: State, owner: nn.Module, slots: Sequence[LayerSlot], counts: bool):
-        self.state, self.slots, self.counts = state, slots, counts
+        self.state, self.owner, self.slots, self.counts = state, owner, slots, counts
+        self.entered = False  #: whether the owner was ever called
+        self.trained = False  #: and whether in a training step
+        self.told = False  #: whether the first step's calls were looked at
         self.takes_cache = "use_cache" in inspect.signature(owner.forward).parameters
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
@@ -124,6 +137,7 @@ class EntryHook(NotCopied):
         step.makes_cache = False
         if step.repeats:
             return self._without_cache(module, args, kwargs)
+        self.entered = True
         step.enter(module)
         step.scoring = step.evaluates or scores(module, self.takes_cache, args, kwargs or {})
         if step.active or step.scoring:
@@ -133,8 +147,32 @@ class EntryHook(NotCopied):
             for budget in step.budgets if step.evaluates or not step.scoring else ():
                 budget.pause()
             return self._without_cache(module, args, kwargs) if step.evaluates else None
+        if self.trained and not self.told:
+            self.told = True
+            for never in self.never_called():
+                log.warning("tunecompile: %s. %s", never, KINDS[never.code].mend)
+        self.trained = True
         self.state.before_step(ModelCall(args, kwargs or {}, self.counts))
         return self._without_cache(module, args, kwargs)
+
+    def never_called(self) -> list[Note]:
+        """Kinds of layers of which no call went through a slot."""
+        slots = [slot for slot in self.slots if not isinstance(slot, NormSlot)]
+        counts = Counter(slot.region.name for slot in slots)
+        counts -= Counter({slot.region.name: len(slots) for slot in slots if slot.called})
+        return [note("never-called", name, count=count) for name, count in counts.items()]
+
+    def begin(self) -> None:
+        """Layers are called without their owner: by a loop over a Sequential, or in its `forward`."""
+        step = self.state.step
+        if step.repeats or step.evaluates:
+            return
+        step.makes_cache = step.scoring = False
+        step.enter(self.owner)
+        if step.active:
+            self._begin(step)
+            self.state.follow(self.slots)
+            self.state.before_step(ModelCall((), {}, self.counts))
 
     def _begin(self, step: Step) -> None:
         """Engines take a model at its first training step: what an evaluation before it saw is looked at anew."""
