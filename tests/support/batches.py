@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.support import zoo
+from tunecompile.runtime.unpad.documents import read_padding
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
 
 
 def padded(
@@ -24,6 +26,11 @@ def padded(
 def lengths_mask(*lengths: int, length: int = 6) -> torch.Tensor:
     """1 at the tokens of rows of these lengths, 0 at the padding behind them."""
     return (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
+
+
+def dropping(*lengths: int, length: int) -> FlatBatch:
+    """A batch whose rows have these lengths, without its padding."""
+    return FlatBatch.of(read_padding(lengths_mask(*lengths, length=length), None).documents)
 
 
 def packed(*rows: tuple[int, ...], seed: int = 0, vocabulary: int = 256) -> dict:

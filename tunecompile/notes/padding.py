@@ -109,6 +109,7 @@ REASONS = {
     "weights-gathered": NoteKind(
         "weights are gathered from other ranks, and a rank that has to begin a batch again would be alone"
     ),
+    "weights-of-call": NoteKind("the call has weights of its own (torch.func.functional_call)"),
     "attention-not-causal": NoteKind("attention without a mask is not known to be causal in all layers"),
     "own-mask": NoteKind("its layers make a mask of their own"),
     "attention-dropout": NoteKind("it has dropout in attention", "Set attention_dropout = 0 in the model's config."),

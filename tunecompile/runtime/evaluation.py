@@ -20,7 +20,7 @@ from tunecompile.integrations import loss_caller
 from tunecompile.integrations.transformers import gives_cache, with_late_cache
 from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.step import Step
-from tunecompile.runtime.unpad.owner_call import LastCall, OwnerCall, hidden_of
+from tunecompile.runtime.unpad.owner_call import OwnerCall, hidden_of
 from tunecompile.runtime.unpad.unpad import Unpadding
 
 log = logging.getLogger("tunecompile")
@@ -39,8 +39,6 @@ class Evaluation(Unpadding):
         super().__init__(owner, members, step)
         self.batches = 0
         self.left: dict[Note, None] = {}  #: why calls ran by the model's own code
-        #: calls without padding whose results live: their logits may be read
-        self.readable: list[LastCall] = []
 
     def call(self, args: tuple, kwargs: dict) -> Any:
         """The owner's call in eval mode without gradients: compiled where it is one for a loss."""
@@ -73,9 +71,6 @@ class Evaluation(Unpadding):
         keeps = note("logits-read") if loss_caller.logits_are_wanted() else None
         output = self._run(OwnerCall(self._by_name(args, kwargs), keeps_padding=keeps), args, kwargs)
         self.batches += 1
-        self.readable = [call for call in self.readable if call.memory() is not None]
-        if self.last is not None:
-            self.readable.append(self.last)
         if not self._makes_cache(kwargs):
             return output
         state = self._weights()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.batches import lengths_mask
+from tests.support.batches import dropping, lengths_mask
 from tests.support.decisions import Watch, whole_rows
 from tests.support.notes import codes
 from tunecompile._torch.fake_tensors import function_mode
@@ -19,7 +19,7 @@ from tunecompile.runtime.unpad import unpad as module
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, UnpadDecision, decide, narrows
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_padding, windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.owner_call import LastCall, OwnerCall, scores
+from tunecompile.runtime.unpad.owner_call import OwnerCall, PastCall, scores
 from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
 from tunecompile.runtime.unpad.unpad import Unpadding
 
@@ -348,15 +348,16 @@ def test_a_cache_that_the_model_made_is_left_out(monkeypatch):
 
 def test_the_last_call_is_known_by_its_hidden_states():
     hidden = torch.randn(2, 6, 3)
-    call = LastCall.of((1,), {}, (hidden, None))
+    batch = dropping(6, 4, length=6)
+    call = PastCall.of((1,), {}, (hidden, None), batch)
     assert call.returned(hidden) and call.returned(hidden.view(2, 6, 3)) and not call.returned(hidden[:1])
-    assert not call.returned(hidden.clone()) and LastCall.of((), {}, "nothing") is None
-    assert LastCall.of((), {}, types.SimpleNamespace(last_hidden_state=hidden)).returned(hidden)
+    assert not call.returned(hidden.clone()) and PastCall.of((), {}, "nothing", batch) is None
+    assert PastCall.of((), {}, types.SimpleNamespace(last_hidden_state=hidden), batch).returned(hidden)
     del hidden
     assert call.memory() is None and not call.returned(torch.zeros(2, 6, 3))
     row = torch.randn(1, 16, 3)  # as of a norm that skips padding: what its caller holds is a view of the same tensor
     hidden = row[0, :12].unflatten(0, (2, 6))
-    call, seen = LastCall.of((), {}, hidden), hidden[:, slice(0, None)]
+    call, seen = PastCall.of((), {}, hidden, batch), hidden[:, slice(0, None)]
     del hidden
     assert call.returned(seen) and not call.returned(row[0, 1:13].unflatten(0, (2, 6)))
 

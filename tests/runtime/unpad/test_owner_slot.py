@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.batches import dropping, lengths_mask
 from tunecompile.integrations.kernel_functions import BOUNDARIES
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad import owner_slot
 from tunecompile.runtime.unpad import unpad as module
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE
-from tunecompile.runtime.unpad.owner_call import LastCall, OwnerCall
+from tunecompile.runtime.unpad.owner_call import OwnerCall, PastCall
 from tunecompile.runtime.unpad.owner_slot import OwnerSlot
 from tunecompile.runtime.unpad.unpad import Unpadding
 
@@ -101,14 +102,15 @@ def test_a_call_that_is_made_once_more_is_no_step(fails, monkeypatch):
         return (hidden * 2,)
 
     monkeypatch.setattr(made, "_run", run)
-    made.last = LastCall.of((X,), {}, (hidden,))
+    made.readable = [PastCall.of((X,), {}, (hidden,), dropping(3, 2, length=3))]
     if fails:
         with pytest.raises(ValueError):
             made.logits_are_read(hidden, torch.bfloat16)
     else:
-        assert torch.equal(made.logits_are_read(hidden, torch.bfloat16), hidden * 2)
+        read = made.logits_are_read(hidden, torch.bfloat16)
+        assert torch.equal(read, torch.where(lengths_mask(3, 2, length=3).bool()[..., None], hidden, hidden * 2))
     assert seen == [(True, {"x": X}, True)] and not made.step.repeats
-    assert made.last is None and made.logits_are_read(hidden, None) is None
+    assert not made.readable and made.logits_are_read(hidden, None) is None
 
 
 @pytest.mark.parametrize("why", [None, "in_backward", "in_checkpoint", "no gradients", "no call", "given", "unread"])

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.batches import dropping, lengths_mask
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad import refusals
-from tunecompile.runtime.unpad.owner_call import LastCall
+from tunecompile.runtime.unpad.owner_call import PastCall
 from tunecompile.runtime.unpad.unpad import Unpadding
 
 
@@ -85,7 +86,8 @@ def test_hidden_states_with_padding_are_of_a_step_that_is_repeated():
     made._run = lambda call, args, kwargs: ran.append((made.step.repeats, call.given)) or (whole,)
     hidden = torch.zeros(2, 6, 3)
     assert made.logits_are_read(hidden, None) is None and not ran, "of no call that is known"
-    made.last, made.flattened, made.flat = LastCall.of((5,), {}, hidden), 1, True
-    assert made.logits_are_read(hidden, None) is whole
-    assert ran == [(True, {"x": 5})] and not made.step.repeats and made.last is None
+    made.readable, made.flattened = [PastCall.of((5,), {}, hidden, dropping(6, 4, length=6))], 1
+    made.flat, real = True, lengths_mask(6, 4).bool()[..., None]
+    assert torch.equal(made.logits_are_read(hidden, None), torch.where(real, hidden, whole))
+    assert ran == [(True, {"x": 5})] and not made.step.repeats and not made.readable
     assert not made.flat and made.refused.code == "logits-read", "later batches keep their padding"

@@ -57,24 +57,37 @@ class OwnerCall:
 
 
 @dataclass(frozen=True)
-class LastCall:
+class PastCall:
     """A call that may have to be made again, with its padding."""
 
     args: tuple
     kwargs: dict
     memory: weakref.ref  #: the tensor whose memory the hidden states that it returned are in
     place: tuple  #: where in it, and their shape
+    batch: FlatBatch  #: what it ran on
 
     @staticmethod
-    def of(args: tuple, kwargs: dict, output: Any) -> LastCall | None:
+    def of(args: tuple, kwargs: dict, output: Any, batch: FlatBatch) -> PastCall | None:
         """None where it returned no hidden states."""
         hidden = hidden_of(output)
         # Callers drop what they were returned, and go on with views, which hold the tensor it is a view of, if any.
-        return None if hidden is None else LastCall(args, kwargs, weakref.ref(_base_of(hidden)), _place_of(hidden))
+        if hidden is None:
+            return None
+        return PastCall(args, kwargs, weakref.ref(_base_of(hidden)), _place_of(hidden), batch)
 
     def returned(self, hidden: Tensor) -> bool:
         """Whether it returned these hidden states: the same tensor, or all of it as a view."""
         return self.memory() is not None and _place_of(hidden) == self.place
+
+    def with_padding(self, hidden: Tensor, again: Tensor | None) -> Tensor | None:
+        """Its hidden states [B, T, H], where they are of real tokens, with those at padding of a repetition.
+
+        So a loss that was computed of them is of the same ones, whatever dropout drew since.
+        """
+        if again is None:
+            return None
+        real = torch.ones(1, len(self.batch.index), 1, dtype=torch.bool, device=hidden.device)
+        return torch.where(self.batch.unflatten(real), hidden, again)
 
 
 def _base_of(value: Tensor) -> Tensor:

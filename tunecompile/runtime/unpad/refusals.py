@@ -121,6 +121,15 @@ def arguments(given: dict[str, Any]) -> Note | None:
     return note("cache-used") if given.get("use_cache") or gives_cache(given) else None
 
 
+def weights(layers: Sequence[nn.Module]) -> Note | None:
+    """Whether a call has weights of its own, which `torch.func.functional_call` gives it: repeated later, with its
+    padding, it would have others. (It gives them to all layers, so that the first one is looked at.)
+    """
+    held = (value for layer in layers[:1] for module in layer.modules() for value in module._parameters.values())
+    own = any(value is not None and not isinstance(value, nn.Parameter) for value in held)
+    return note("weights-of-call") if own else None
+
+
 def router_logits(owner: nn.Module, given: dict[str, Any]) -> Note | None:
     """Whether somebody may read router logits of padding, which are zero there.
 

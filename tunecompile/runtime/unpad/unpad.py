@@ -33,7 +33,7 @@ from tunecompile.runtime.unpad.handed_on import is_seen
 from tunecompile.runtime.unpad.masks.given import bounds_in, is_given, mask_in, padding_in
 from tunecompile.runtime.unpad.masks.pairs import identity, version
 from tunecompile.runtime.unpad.masks.recorder import compiled_parts, recorder_for
-from tunecompile.runtime.unpad.owner_call import LastCall, MaskDecision, OwnerCall, hidden_of, scores
+from tunecompile.runtime.unpad.owner_call import MaskDecision, OwnerCall, PastCall, hidden_of, scores
 from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
 from tunecompile.runtime.unpad.rounding import Replays, Rounding
 
@@ -75,7 +75,8 @@ class Unpadding:
         ] = {}  #: by identity; a checkpoint repeats a layer when the call is long over
         self.recorded = False  #: whether masks of any call were recorded in place of being made
         self.running: OwnerCall | None = None
-        self.last: LastCall | None = None  #: that left out hidden states at padding
+        #: calls that left out hidden states at padding, and whose results live: their logits may be read
+        self.readable: list[PastCall] = []
         self.flat = False  #: whether the last call left out hidden states at padding
         self.shared = False  #: whether attention ever ran outside of compiled code, see `integrations.context_parallel`
 
@@ -108,13 +109,14 @@ class Unpadding:
 
     def _run(self, call: OwnerCall, args: tuple, kwargs: dict) -> Any:
         self.watch.begin()
-        now = refused_now(self.owner) or refusals.arguments(call.given)
+        now = refused_now(self.owner) or refusals.arguments(call.given) or refusals.weights(self.members())
         call.refused, call.rounds = self.refused or now, now is None and self.rounding.may_round(self.refused)
         if self.gathered is None:
             self.gathered = refusals.gathers(self.owner)
         if self.gathered and call.keeps_padding is None:
             call.keeps_padding = note("weights-gathered")
-        before, self.running, self.flat, self.last = self.running, call, False, None
+        before, self.running, self.flat = self.running, call, False
+        self.readable = [each for each in self.readable if each.memory() is not None]
         self.masks = {mask: known for mask, known in self.masks.items() if not mask.expired()}
         try:
             with self._recording(call):
@@ -124,7 +126,8 @@ class Unpadding:
             return self._run(OwnerCall(call.given), args, kwargs)
         finally:
             self.running = before
-            for flat in self._flats(call):
+            flats = self._flats(call)
+            for flat in flats:
                 flat.forget()
         if not self.presumptions.hold(call.presumed):
             return self._run(OwnerCall(call.given, keeps_padding=call.keeps_padding), args, kwargs)
@@ -132,7 +135,8 @@ class Unpadding:
             self.refuse(note("output-holds-more"))
             return self._run(OwnerCall(call.given), args, kwargs)
         if call.drops:
-            self.last = LastCall.of(args, kwargs, output)
+            past = PastCall.of(args, kwargs, output, next(flat for flat in flats if flat.drops))
+            self.readable += [] if past is None else [past]
         self._count(call)
         call.let_go()
         return output
@@ -358,21 +362,25 @@ class Unpadding:
             autocast: the dtype of that call's autocast; None for none.
 
         Returns:
-            The same hidden states with what stands at padding: the owner is called once more. None where they are not
-            those of its last call.
+            The same hidden states with what stands at padding: the owner is called once more. None where they are of no
+            call that is known.
         """
         if self.flattened and not self.refused:
             self.refuse(note("logits-read"))
             log.warning("tunecompile: %s", next(reversed(self.notes)))
-        last, self.last = self.last, None
-        if last is None or not last.returned(hidden):
+        past = next((each for each in self.readable if each.returned(hidden)), None)
+        if past is None:
             return None
+        self.readable.remove(past)
         self.step.repeats = True
+        devices = [hidden.device] if hidden.is_cuda else []
         try:
-            with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
-                return hidden_of(self._run(OwnerCall(self._by_name(last.args, last.kwargs)), last.args, last.kwargs))
+            autocasts = torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None)
+            with autocasts, torch.random.fork_rng(devices):
+                again = self._run(OwnerCall(self._by_name(past.args, past.kwargs)), past.args, past.kwargs)
         finally:
             self.step.repeats = False
+        return past.with_padding(hidden, hidden_of(again))
 
     def _note(self, reason: Note, batches: str = PADDED) -> None:
         self.notes[note(batches, type(self.owner).__name__, reason)] = None
