@@ -9,9 +9,12 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
+from tests.support.batches import padded
 from tests.support.compare import assert_same_run
 from tests.support.models.pairs import pair
 from tests.support.notes import fell_back
+from tunecompile.runtime.layers.layer_slot import LayerSlot
+from tunecompile.runtime.of_thread import of_thread
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -77,3 +80,81 @@ def test_a_model_that_the_user_traces(monkeypatch):
     tracing = getattr(torch.fx._symbolic_trace, "_is_fx_tracing_context", lambda on: contextlib.nullcontext())
     with tracing(True), pytest.raises(RuntimeError, match="symbolically trace"):  # torch 2.15: of this thread
         model(**zoo.batch())
+
+
+def generated(model):
+    ids = zoo.batch(length=6)["input_ids"]
+    return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+
+
+def scored(model):
+    with torch.no_grad():
+        return model(**zoo.batch(length=6)).logits
+
+
+def scored_without_padding(model):
+    with torch.no_grad():
+        return model(**padded(seed=5), use_cache=False).logits
+
+
+def trained(model, batch=padded):
+    model.zero_grad()
+    model(**batch(seed=9)).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def trained_without_padding(model):
+    return trained(model, zoo.batch)
+
+
+TRAIN = [trained, trained_without_padding]
+OTHERS = [generated, scored, scored_without_padding]
+
+
+@pytest.mark.parametrize(
+    "outer, inner", [*((train, other) for train in TRAIN for other in OTHERS), *((other, trained) for other in OTHERS)]
+)
+def test_another_thread_uses_the_model_between_two_layers(monkeypatch, outer, inner):
+    """As asynchronous rollouts do: one trains. Neither sees the other's call, and layers go on being compiled."""
+    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=3).train())
+    run, found = LayerSlot._run, []
+    trained(model)  # which says who trains
+    expected = outer(reference), inner(reference)
+
+    def interrupt(place):
+        if place == 1 and threading.current_thread() is threading.main_thread() and not found:
+            found.append(None)
+            thread = threading.Thread(target=lambda: found.append(inner(model)))
+            thread.start()
+            thread.join()
+
+    def interrupted(slot, args, kwargs):
+        interrupt(slot.place)
+        return run(slot, args, kwargs)
+
+    monkeypatch.setattr(LayerSlot, "_run", interrupted)
+    for _ in range(3):
+        found.clear()
+        mine = outer(model)
+        assert torch.allclose(mine, expected[0], atol=1e-5) and torch.allclose(found[1], expected[1], atol=1e-5)
+    assert not fell_back(model)
+    (region,) = tunecompile.report(model).regions
+    assert region.compiles <= 3, region
+
+
+def test_what_is_known_of_a_call_is_its_threads_own():
+    class Call:
+        value = of_thread(0)
+
+    call, seen = Call(), []
+    call.value = 1
+
+    def other():
+        seen.append(call.value)  # the latest, as long as this thread has begun no call
+        call.value = 2
+        seen.append(call.value)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == [1, 2] and call.value == 1 and Call.value == 0 and Call().value == 0

@@ -42,7 +42,7 @@ class Evaluation(Unpadding):
 
     def call(self, args: tuple, kwargs: dict) -> Any:
         """The owner's call in eval mode without gradients: compiled where it is one for a loss."""
-        if not loss_caller.loss_is_wanted():
+        if self.step.elsewhere or not loss_caller.loss_is_wanted():
             return call_original(self.owner, *args, **kwargs)
         if (why := self._why_left(args, kwargs)) is not None:
             self.left[why] = None

@@ -6,6 +6,7 @@ import logging
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from tunecompile.notes import note
 from tunecompile.runtime.memory.accounting import PlannedLayer
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.oom_recovery import Recovery
+from tunecompile.runtime.of_thread import of_thread
 
 log = logging.getLogger("tunecompile")
 T = TypeVar("T")
@@ -55,21 +57,24 @@ class Step:
     ways.
     """
 
-    active: bool = False
-    scoring: bool = False  #: whether it is a forward without gradients that runs compiled: of a reference, say
-    evaluates: bool = False  #: whether that is an evaluation: a forward in eval mode, for a loss
+    active: bool = of_thread(False)
+    scoring: bool = of_thread(False)  #: whether it is a forward without gradients that runs compiled: of a reference
+    evaluates: bool = of_thread(False)  #: whether that is an evaluation: a forward in eval mode, for a loss
     trained: bool = False  #: whether a training step has begun
     early: bool = False  #: whether an evaluation came before
     unverified: bool = False  #: whether the first training step is going to be verified
-    scores_tokens: bool = False  #: whether the forward under way gives scores of labelled tokens, and no logits
-    repeats: bool = False  #: whether the owner's call is made once more, as it was
-    makes_cache: bool = False  #: whether the model makes a cache: its masks follow from that
+    scores_tokens: bool = of_thread(
+        False
+    )  #: whether the forward under way gives scores of labelled tokens, and no logits
+    repeats: bool = of_thread(False)  #: whether the owner's call is made once more, as it was
+    makes_cache: bool = of_thread(False)  #: whether the model makes a cache: its masks follow from that
     drops_cache: bool = False  #: whether a cache that the model makes by default was ever kept from its layers
     entered: bool = False  #: whether any step has begun at all
     batches: int = 0  #: calls of modules that own layers
     #: whether the last of these was in a backward pass: a checkpoint around the whole model, or a loss that has the
     #: model embed once more (GradCache, Gao et al. 2021)
-    in_backward: bool = False
+    in_backward: bool = of_thread(False)
+    thread: int | None = None  #: the one whose training step began last
     images: bool = False  #: whether a tower ever ran whose images have any size
     in_eval: bool = False  #: whether a forward with gradients ran in eval mode
     outer: bool = False  #: whether the user ever compiled the model as a whole, around us
@@ -112,15 +117,23 @@ class Step:
                 log.warning("tunecompile: %s", note("no-budget"))
             raise
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another thread than this one trains."""
+        return not torch.compiler.is_dynamo_compiling() and self.thread not in (None, get_ident())
+
     def enter(self, module: nn.Module) -> None:
         """A call of the module that owns the layers begins."""
-        self.entered, self.in_backward = True, in_backward()
+        self.entered = True
         if is_compiling():  # by others: what was read there, such as a count, Dynamo would guard on
             self.active, self.outer = False, True
             return
         self._look_at_functions()
+        self.in_backward = in_backward()
         self.batches += 1
         self.active = module.training and torch.is_grad_enabled() and not others_trace()
+        if self.active and not self.in_backward:
+            self.thread = get_ident()
         if others_trace():
             self.transformed = True
         elif not module.training and torch.is_grad_enabled():

@@ -139,12 +139,13 @@ class EntryHook(NotCopied):
             return self._without_cache(module, args, kwargs)
         self.entered = True
         step.enter(module)
-        step.scoring = step.evaluates or scores(module, self.takes_cache, args, kwargs or {})
+        scored = step.evaluates or scores(module, self.takes_cache, args, kwargs or {})
+        step.scoring = scored and not step.elsewhere  # layers hold what the call of the other thread needs
         if step.active or step.scoring:
             self._begin(step)
             self.state.follow(self.slots)
         if not step.active:
-            for budget in step.budgets if step.evaluates or not step.scoring else ():
+            for budget in step.budgets if not step.elsewhere and (step.evaluates or not step.scoring) else ():
                 budget.pause()
             return self._without_cache(module, args, kwargs) if step.evaluates else None
         if self.trained and not self.told:

@@ -24,6 +24,7 @@ from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import loss_caller
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.notes import Note, note
+from tunecompile.runtime.of_thread import of_thread
 from tunecompile.runtime.step import Step
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
@@ -53,6 +54,9 @@ class Unpadding:
         replays: of its layers, if any are recorded.
     """
 
+    running: OwnerCall | None = of_thread(None)
+    flat: bool = of_thread(False)  #: whether the last call left out hidden states at padding
+
     def __init__(
         self,
         owner: nn.Module,
@@ -74,10 +78,8 @@ class Unpadding:
             Any, MaskDecision
         ] = {}  #: by identity; a checkpoint repeats a layer when the call is long over
         self.recorded = False  #: whether masks of any call were recorded in place of being made
-        self.running: OwnerCall | None = None
         #: calls that left out hidden states at padding, and whose results live: their logits may be read
         self.readable: list[PastCall] = []
-        self.flat = False  #: whether the last call left out hidden states at padding
         self.shared = False  #: whether attention ever ran outside of compiled code, see `integrations.context_parallel`
 
     def call(self, args: tuple, kwargs: dict) -> Any:
@@ -90,7 +92,7 @@ class Unpadding:
         """
         call = OwnerCall(self._by_name(args, kwargs), keeps_padding=self._why_scores_stay_padded())
         known = self.step.scores_tokens or self.flattened + self.packed + self.whole
-        if not scores(self.owner, self._takes_cache, args, kwargs) or not known:
+        if self.step.elsewhere or not scores(self.owner, self._takes_cache, args, kwargs) or not known:
             self.flat = False
             return call_original(self.owner, *args, **kwargs)
         return self._run(call, args, kwargs)
