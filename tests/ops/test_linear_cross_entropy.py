@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.ops.checks import QUICK, assert_fake_is_real, error, tensor
-from tests.support.ops.cross_entropy import OPTIONS, H, Largest, T, V, problem
+from tests.support.ops.cross_entropy import OPTIONS, H, Largest, T, V, problem, sure
 from tunecompile.ops import linear_cross_entropy
 
 module = importlib.import_module("tunecompile.ops.linear_cross_entropy")
@@ -215,3 +215,25 @@ def test_opcheck():
     torch.library.opcheck(
         linear_cross_entropy.overload, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("train_weight", [False, True])
+def test_sure_tokens_in_fp16_under_a_loss_scale(train_weight, device):
+    """Their gradient is below what fp16 has all its bits for, until the loss is scaled. Eager scales first."""
+    scale, errors = 65536.0, []
+
+    def eager(hidden, weight, bias, labels):
+        return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+
+    hidden, weight, labels = (each.to(device) for each in sure(torch.float16))
+    exact = [each.double().requires_grad_() for each in (hidden, weight)]
+    (plain(*exact, None, labels) / 64).backward()
+    for fn in (fused, eager):
+        new = [each.clone().requires_grad_() for each in (hidden, weight)]
+        new[1].requires_grad_(train_weight)
+        (fn(new[0], new[1], None, labels).float() / 64 * scale).backward()
+        made = [each.grad for each in new if each.grad is not None]
+        errors.append([error(each.double() / scale, of.grad) for each, of in zip(made, exact)])
+    for ours, theirs in zip(*errors):
+        assert ours <= 1.5 * theirs + 1e-3, errors

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.ops.cross_entropy import Largest, problem
+from tests.support.ops.cross_entropy import Largest, problem, sure
 from tunecompile.runtime.loss_head.token_scores import STATISTICS, token_scores
 
 module = importlib.import_module("tunecompile.runtime.loss_head.token_scores")
@@ -144,3 +144,20 @@ def test_on_a_gpu_as_near_to_fp32_as_torch(trains_head, options, uses, monkeypat
     with torch.no_grad():
         scale, softcap = options.get("scale", 1.0), options.get("softcap", 0.0)
         assert torch.equal(token_scores(hidden, weight, None, labels, scale, softcap, ())[0], ours[0])
+
+
+def test_sure_tokens_in_fp16_under_a_loss_scale():
+    """As accurate as eager, which scales before anything is rounded."""
+    hidden, weight, labels = sure(torch.float16)
+    found = []
+    for dtype, of in ((torch.float64, plain), (torch.float16, None), (torch.float16, plain)):
+        leaf, head = hidden.to(dtype).requires_grad_(), weight.to(dtype)
+        if of is None:
+            scores, _ = token_scores(leaf, head, None, labels, 1.0, 0.0, ())
+        else:
+            logits = F.linear(leaf, head)
+            scores, _ = plain_of(logits if dtype is torch.float64 else logits.float(), labels)
+        (scores.sum() / 64 * 65536).backward()
+        found.append(leaf.grad.double())
+    exact, ours, eager = found
+    assert (ours - exact).norm() <= 1.5 * (eager - exact).norm() + 1e-3 * exact.norm()

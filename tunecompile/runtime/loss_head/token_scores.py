@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from tunecompile._torch.autograd import no_autocast
 from tunecompile._torch.modules import linear
-from tunecompile.ops.linear_cross_entropy import add_product, chunk_rows, runs_template
+from tunecompile.ops.linear_cross_entropy import RAISED, add_product, chunk_rows, raised, runs_template
 
 #: of a row's distribution: its entropy, log(sum of p^2), the mean of its logits, whether the label is the first maximum
 STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -95,11 +95,13 @@ def _score(hidden, weight, bias, labels, scale, softcap, names, ahead) -> tuple[
     dhidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if ahead else None
     for part in _parts(len(labels), chunk_rows(weight.shape[0])):  # whatever is trained: products of the same shape
         logits = linear(hidden[part], weight, bias)
-        log_probs[part], found, dlogits = _statistics(logits, labels[part], scale, softcap, names, ahead)
+        factors = raised(logits) if ahead else None
+        log_probs[part], found, dlogits = _statistics(logits, labels[part], scale, softcap, names, ahead, factors)
         for name in names:
             values[name][part] = found[name]
         if dhidden is not None:
-            dhidden[part] = (dlogits @ weight).to(dtype)
+            made = (dlogits @ weight).to(dtype)
+            dhidden[part] = made if factors is None else made / RAISED
     return log_probs, values, dhidden
 
 
