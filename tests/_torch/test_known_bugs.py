@@ -53,6 +53,24 @@ def test_guard_tags():
     assert not getattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards", False)
 
 
+class Numbered(torch.nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x):
+        return x * ((self.number % 3) * 0.5)
+
+
+@shows("REMAINDERS_OF_SYMBOLS", torch._dynamo.exc.BackendCompilerFailed)
+def test_remainders_of_symbols():
+    call = torch.compile(lambda layer, x: layer(x), backend="aot_eager")
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+        for number in (4, 7, 8):
+            x = torch.ones(2, requires_grad=True)
+            assert torch.equal(call(Numbered(number), x), x * (number % 3) * 0.5)
+
+
 @pytest.mark.gpu
 @shows("PADDING_GUARDS_SIZES")
 def test_padding_guards_sizes():

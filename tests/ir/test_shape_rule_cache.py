@@ -77,6 +77,25 @@ def test_symbols_and_foreign_rules_are_remembered_in_their_mode(rule, module, st
         assert rule.calls == calls
 
 
+def test_sizes_are_those_of_the_calls_arguments(rule):
+    """A trace knows where an argument's size comes from; an earlier one's may have become a gradient's since."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = fake(mode, 3, 5, static=False)
+    with mode:
+        run = remembered(rule)
+        run(x)
+        again = torch.empty(x.shape[0] + 0, x.shape[1] + 0)
+        assert rule.calls == 1 and [a.node for a in run(again)[0].shape] == [a.node for a in again.shape[::-1]]
+        assert rule.calls == 1
+
+        def doubled(x):
+            doubled.calls += 1
+            return x.new_empty(2 * x.shape[0])
+
+        doubled.calls, doubled.__module__ = 0, OURS
+        assert [remembered(doubled)(x).dim() for _ in range(2)] == [1, 1] and doubled.calls == 2
+
+
 APART = {
     "a list with a number": lambda x: [x, 3],
     "values and places": lambda x: x.to_sparse(),

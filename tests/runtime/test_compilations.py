@@ -1,5 +1,6 @@
 """How often layers are compiled, whatever batches come: as few graphs as there are kinds of calls, and a second for changing sizes."""
 
+import copy
 from collections import Counter
 
 import pytest
@@ -10,7 +11,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_step
 from tests.support.models.pairs import pair, small
-from tests.support.notes import find, has
+from tests.support.notes import fell_back, find, has
 from tunecompile.compiler.backend import CompiledAs, WeakBackend
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 from tunecompile.runtime.layers import dynamic_shapes, layer_slot
@@ -305,3 +306,59 @@ def test_backends_are_equal_where_they_compile_alike():
     assert all((a == b) == (a is b) for a in made for b in made)
     made[4].compiled_as.plan = KEEP
     assert made[4] == made[0] and hash(made[4]) == hash(made[0])
+
+
+class Numbered(nn.Module):
+    """A layer that computes with its own number."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.norm, self.linear, self.number = nn.LayerNorm(8), nn.Linear(8, 8), number
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x)) + (self.number % 3) * 0.01
+
+
+class InHalves(nn.Module):
+    """A layer whose two results are slices of one sum, as those of Flux's single blocks."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, a, b):
+        x = torch.cat([b, a], 1)
+        x = x + self.linear(self.norm(x)).sin()
+        return x[:, b.shape[1] :], x[:, : b.shape[1]]
+
+
+class Chain(nn.Module):
+    def __init__(self, kind, count):
+        super().__init__()
+        self.layers, self.halves = nn.ModuleList(kind(number) for number in range(count)), kind is InHalves
+
+    def forward(self, x):
+        parts = (x[:, :3], x[:, 3:]) if self.halves else (x,)
+        for layer in self.layers:
+            made = layer(*parts)
+            parts = made if self.halves else (made,)
+        return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("kind, count", [(Numbered, 6), (InHalves, 3)])
+def test_layers_are_compiled_with_their_rewrites(kind, count):
+    """Remainders of their own integers are constants, and sizes are of the trace that they are in."""
+    torch.manual_seed(0)
+    reference = Chain(kind, count).double().train()
+    model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
+    for rows, length in ((2, 7), (3, 9), (2, 8)):
+        found = []
+        for each in (model, reference):
+            each.zero_grad()
+            x = torch.randn(rows, length, 8, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+            each(x.requires_grad_()).square().mean().backward()
+            found.append({name: p.grad for name, p in each.named_parameters()})
+        assert max(zoo.errors(*found).values()) < 1e-9
+    assert not fell_back(model), tunecompile.report(model)
+    (match,) = [match for match in tunecompile.report(model).matches if match.family == "layer_norm"]
+    assert match.rewritten

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ __all__ = [
     "is_full",
     "mark_dynamic",
     "recompile_reason",
+    "remainders_as_constants",
     "reset",
     "specialize_floats",
     "static_shapes",
@@ -136,6 +138,18 @@ def specialize_floats(gm: torch.fx.GraphModule) -> None:
         _specialize(name)
     if names:
         raise TensorifyScalarRestartAnalysis
+
+
+def remainders_as_constants(gm: torch.fx.GraphModule) -> None:
+    """Inside a backend: remainders of integers that are symbols, and no sizes, are what they are now, by a guard."""
+    values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+    known = {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+    for node in gm.graph.find_nodes(op="call_function", target=operator.mod):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.SymInt) and not known & value.node.expr.free_symbols:
+            node.replace_all_uses_with(int(value))
+            gm.graph.erase_node(node)
 
 
 def call_compiled(compiled: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -81,6 +81,12 @@ GUARD_TAGS = Fault(
     issue="pytorch#180741",
 )
 
+REMAINDERS_OF_SYMBOLS = Fault(
+    "torch",
+    "a remainder of an integer that is a symbol cannot become a float (TensorReferenceAnalysis has no python_mod)",
+    "In compiled layers it is a constant",
+)
+
 ROW_SCALES_ON_ADA = Fault(
     "torch",
     "FP8 products scaled by row run outside the current stream on Ada",

@@ -7,7 +7,7 @@ kind, forward and backward, and later models share them. A symbol has a meaning 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -100,13 +100,15 @@ def remembered(rule: Callable) -> Callable:
         key: Any = anywhere or (rule, like)
         # symbolic sizes live as long as the mode does
         known = _results if anywhere else vars(mode).setdefault("_tunecompile_results", {})
+        given = pytree.tree_leaves((args, kwargs))
         if (found := known.get(key)) is not None:
             makers, spec = found
-            return pytree.tree_unflatten([make() for make in makers], spec)
+            return pytree.tree_unflatten([make(given) for make in makers], spec)
         result = rule(*args, **kwargs)
         flat, spec = pytree.tree_flatten(result)
-        if all(map(_is_plain, flat)):
-            known[key] = [_maker(value) for value in flat], spec
+        makers = [_maker(value, given) if _is_plain(value) else None for value in flat]
+        if None not in makers:
+            known[key] = makers, spec
         return result
 
     return run
@@ -146,7 +148,30 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _maker(value: Tensor | None) -> Callable[[], Tensor | None]:
+def _maker(value: Tensor | None, given: Sequence[Any]) -> Callable[[Sequence[Any]], Tensor | None] | None:
+    """A function from a call's arguments to a result like `value`; None where there is none.
+
+    Sizes that are symbols are those of an argument: a trace knows where these come from. Of an earlier trace's, which
+    may have become a gradient's since, it would think that the forward reads that gradient.
+    """
     if value is None:
-        return lambda: None
-    return functools.partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return lambda given: None
+    options = {"dtype": value.dtype, "device": value.device}
+    if not any(isinstance(size, SymInt) for size in (*value.shape, *value.stride())):
+        made = functools.partial(torch.empty_strided, value.shape, value.stride(), **options)
+        return lambda given: made()
+    places = {
+        size.node.expr: (at, dim)
+        for at, each in enumerate(given)
+        if isinstance(each, Tensor)
+        for dim, size in enumerate(each.shape)
+        if isinstance(size, SymInt)
+    }
+    sizes = [places.get(size.node.expr) if isinstance(size, SymInt) else size for size in value.shape]
+    if None in sizes or not value.is_contiguous():
+        return None
+
+    def make(given: Sequence[Any]) -> Tensor:
+        return torch.empty([each if type(each) is int else given[each[0]].shape[each[1]] for each in sizes], **options)
+
+    return make

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from tunecompile._torch import known_bugs
 from tunecompile._torch.dynamo import (
     TorchRuntimeError,
     call_whole,
@@ -20,6 +21,7 @@ from tunecompile._torch.dynamo import (
     integers_may_change,
     is_full,
     recompile_reason,
+    remainders_as_constants,
     specialize_floats,
 )
 from tunecompile._torch.modules import call_original, slot_of
@@ -189,6 +191,8 @@ class Variant:
         if getattr(reason, "graph_break", False):
             self.breaks.append(_one_line(reason))
         mixes = None
+        if self.integers_change and known_bugs.REMAINDERS_OF_SYMBOLS.present:
+            remainders_as_constants(gm)
         if self.flat:
             specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
         if self.flat or is_told_of_images(gm):
