@@ -1,0 +1,76 @@
+"""Weights that only unused results of a layer depend on have no gradient, as in eager.
+
+The backward of a compiled layer computes all gradients, with zeros for those of results that nobody uses (the text
+stream of a last block, say). An optimizer would decay such weights, where eager leaves them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from tunecompile.ir.canonicalize import value
+from tunecompile.runtime.layers.module_watch import not_on_modules
+
+__all__ = ["without_gradients_of_unused"]
+
+_COMPILED = "CompiledFunctionBackward"  #: AOTAutograd's node
+
+
+def without_gradients_of_unused(gm: GraphModule, compiled: Callable) -> Callable:
+    """Return `compiled`, whose backward gives no gradient to inputs that only unused results depend on.
+
+    Args:
+        gm: its graph, as Dynamo made it.
+        compiled: takes the graph's inputs, and returns its outputs.
+    """
+    results = [node for node in _outputs(gm) if _trains(node)]
+    inputs = [node for node in gm.graph.find_nodes(op="placeholder") if isinstance(value(node), Tensor)]
+    reached = [frozenset(results).intersection(_behind(node)) for node in inputs]
+    needed = [places for node, places in zip(inputs, reached) if _trains(node)]
+    if len(results) < 2 or all(len(places) == len(results) for places in needed):
+        return compiled
+
+    def run(*args: Any) -> Any:
+        made = compiled(*args)
+        tensors = [each for each in tree_leaves(made) if isinstance(each, Tensor) and each.requires_grad]
+        nodes = {each.grad_fn for each in tensors}
+        if len(tensors) == len(results) and len(nodes) == 1 and type(node := nodes.pop()).__name__ == _COMPILED:
+            not_on_modules(node.register_hook, _hook(results, [each.output_nr for each in tensors], reached))
+        return made  # (views of one result are none: their gradients are parts of one)
+
+    return run
+
+
+def _hook(results: Sequence[Node], numbers: Sequence[int], reached: Sequence[frozenset[Node]]) -> Callable:
+    def drop(inputs: tuple, outputs: tuple) -> tuple | None:
+        unused = {result for result, number in zip(results, numbers) if outputs[number] is None}
+        if not unused or len(inputs) != len(reached):
+            return None
+        return tuple(None if places and places <= unused else each for each, places in zip(inputs, reached))
+
+    return drop
+
+
+def _outputs(gm: GraphModule) -> list[Node]:
+    (returned,) = gm.graph.find_nodes(op="output")
+    return list(dict.fromkeys(node for node in tree_leaves(returned.args[0]) if isinstance(node, Node)))
+
+
+def _trains(node: Node) -> bool:
+    tensor = value(node)
+    return isinstance(tensor, Tensor) and tensor.requires_grad
+
+
+def _behind(node: Node) -> set[Node]:
+    """A node, and all that is computed of it."""
+    found, pending = {node}, [node]
+    while pending:
+        new = [user for user in pending.pop().users if user not in found]
+        found.update(new)
+        pending += new
+    return found
