@@ -70,7 +70,8 @@ def optimize(
             the result. The model itself has to compute the loss. Each of several ranks verifies its own batch, and
             every rank's report covers all of them.
         executor: "inductor" generates code; "eager" runs the rewritten graphs op by op, to distinguish a fault of a
-            pass from a fault of code generation.
+            pass from a fault of code generation. Op by op a buffer that a layer updates (BatchNorm's) is updated once
+            in a checkpoint of yours that is not re-entrant; generated code does it twice, as the model itself.
 
     The environment variable TUNECOMPILE=0 turns this function into a no-op. TUNECOMPILE_DUMP=folder writes the graphs
     after each pass to that folder. Installed packages may provide their own passes (the entry-point group
