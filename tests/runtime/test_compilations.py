@@ -151,6 +151,19 @@ def test_which_sizes_are_symbols(calls, expected):
     assert learnt(*calls) == expected
 
 
+@pytest.mark.parametrize(
+    "shapes, expected",
+    [
+        ([(3, 8, 8, 16), (2, 8, 8, 16)], [0]),
+        ([(8, 8, 8, 16), (2, 8, 8, 16)], [0]),  # as many as they are high, by chance
+        ([(3, 8, 8, 16), (2, 8, 8, 16), (2, 6, 10, 16)], [0, 1, 2]),
+        ([(3, 8, 8, 16), (3, 6, 8, 16)], [1]),
+    ],
+)
+def test_heights_of_feature_maps_are_symbols_once_they_change(shapes, expected):
+    assert learnt(*({0: (FLOAT, *shape)} for shape in shapes))[0] == expected
+
+
 def test_forwards_that_score_have_symbols_at_once():
     assert learnt(text(5, 20, 30), at_once=True) == ALL
 

@@ -136,7 +136,14 @@ def _mark(tensors: Sequence[tuple[Any, Tensor]], seen: _Shapes, following: bool)
 
 
 def _lengths(tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Rows and length, and the lengths of other states, [rows, length, width] as the hidden states: of an encoder's."""
+    """Rows and length, and the lengths of other states, [rows, length, width] as the hidden states: of an encoder's.
+
+    Of feature maps the rows alone: heights and widths are symbols once they change. (Swin's windows, traced with symbols
+    for both though rows alone had changed, took minutes.)
+    """
+    first = next((tensor for _, tensor in tensors if tensor.dim() > 1), None)
+    if first is not None and first.dim() > 3:
+        return sizes[:1]
     wide = [tensor.shape for _, tensor in tensors if tensor.dim() == 3 and tensor.is_floating_point()]
     return sizes + tuple([shape[1] for shape in wide[1:] if shape[0] == sizes[0] and shape[2] == wide[0][2]])
 
