@@ -138,8 +138,8 @@ def _mark(tensors: Sequence[tuple[Any, Tensor]], seen: _Shapes, following: bool)
 def _lengths(tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Rows and length, and the lengths of other states, [rows, length, width] as the hidden states: of an encoder's.
 
-    Of feature maps the rows alone: heights and widths are symbols once they change. (Swin's windows, traced with symbols
-    for both though rows alone had changed, took minutes.)
+    Of feature maps the rows alone: heights and widths are symbols once they change. (Swin's windows took minutes to
+    trace with symbols for both, though rows alone had changed.)
     """
     first = next((tensor for _, tensor in tensors if tensor.dim() > 1), None)
     if first is not None and first.dim() > 3:
