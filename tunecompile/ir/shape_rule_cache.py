@@ -167,7 +167,7 @@ def _maker(value: Tensor | None, given: Sequence[Any]) -> Callable[[Sequence[Any
         for dim, size in enumerate(each.shape)
         if isinstance(size, SymInt)
     }
-    sizes = [places.get(size.node.expr) if isinstance(size, SymInt) else size for size in value.shape]
+    sizes: list[Any] = [places.get(size.node.expr) if isinstance(size, SymInt) else size for size in value.shape]
     if None in sizes or not value.is_contiguous():
         return None
 
