@@ -4,6 +4,7 @@ import operator
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tunecompile._torch.fake_tensors import FakeTensorMode
 from tunecompile.errors import InvalidRewrite
@@ -83,6 +84,15 @@ def test_what_a_replacement_is_made_of_is_not_matched_again():
     assert len(places) == 2 and not reasons
     assert calls(graph) == [torch.sin, operator.mul, torch.sin, operator.mul, torch.sin]
     torch.testing.assert_close(run(graph, x), torch.sin(torch.sin(torch.sin(x))))
+
+
+def test_tensors_of_a_subclass_are_left_to_torch():
+    """Torchao's weights, say: an op that is put over them has no rule of theirs. Others are rewritten."""
+    two = TwoTensor(torch.rand(3), torch.rand(3))
+    graph = recorded(lambda x, y: (torch.sin(torch.sin(x)), torch.sin(torch.sin(y))), two, torch.rand(3))
+    ((place,), (reason,)) = apply(SINES, graph)
+    assert place == "sines" and "TwoTensor" in reason
+    assert calls(graph) == [torch.sin, torch.sin, torch.sin, operator.mul]
 
 
 def test_a_match_is_refused_with_its_reason():

@@ -46,6 +46,7 @@ __all__ = [
     "size_with",
     "trace",
     "tracing",
+    "wraps_tensors",
 ]
 
 #: inside, operations on symbolic sizes reach the rules for fake tensors
@@ -56,6 +57,9 @@ select_decomp_table = lookup("torch._inductor.decomposition.select_decomp_table"
 free_unbacked_symbols = lookup("torch.fx.experimental.symbolic_shapes.free_unbacked_symbols", lambda value: {"unknown"})
 #: the innermost mode that sees every operation, None where there is none. Where torch does not tell, there may be one
 dispatch_mode = lookup("torch.utils._python_dispatch._get_current_dispatch_mode", lambda: True)
+
+#: whether a value is a tensor that holds others, of a subclass with operations of its own
+wraps_tensors = lookup("torch.utils._python_dispatch.is_traceable_wrapper_subclass", lambda value: False)
 
 #: returns the innermost mode that sees every function of torch, None where there is none. None: torch does not tell
 function_mode = lookup("torch.overrides._get_current_function_mode")

@@ -266,6 +266,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "torch.utils._python_dispatch.TorchDispatchMode",
     ),
     *group(
+        "layers with weights of a tensor subclass are compiled without rewrites",
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+    ),
+    *group(
         "kernels of templates start through torch's wrapper, which costs host time",
         "torch.utils._python_dispatch._get_current_dispatch_mode",
     ),

@@ -10,8 +10,9 @@ tensors, numbers, dtypes and None. Constants in the pattern (`mean(-1, keepdim=T
 `tunecompile.ir.match.cast` marks an optional cast. A pattern with several outputs returns a tuple, and is looked for
 from the first of them.
 
-A match is not rewritten, and the report shows the reason, in four cases: `where` refuses it; an inner value has another
-user; a mutation, or a change of grad or autocast mode, lies inside it; or the replacement has another shape or dtype.
+A match is not rewritten, and the report shows the reason, in five cases: an input is a tensor subclass; `where` refuses
+it; an inner value has another user; a mutation, or a change of grad or autocast mode, lies inside it; or what replaces
+it has another shape or dtype.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile._torch.fake_tensors import enable_python_dispatcher, fake_mode_of
+from tunecompile._torch.fake_tensors import enable_python_dispatcher, fake_mode_of, wraps_tensors
 from tunecompile.errors import InvalidRewrite
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.match import Match, Matcher, Pattern
@@ -108,7 +109,7 @@ def apply(rewrite: Rewrite, graph: Graph) -> tuple[list[str], list[str]]:
 def _judge(rewrite: Rewrite, match: Match) -> str | None:
     """Why the match must not be rewritten, or None."""
     try:
-        return rewrite.where(match) or _used_early(match) or _changed_later(match)
+        return _of_another_kind(match) or rewrite.where(match) or _used_early(match) or _changed_later(match)
     except Exception as error:  # an error in a guard refuses one match, not the region
         return f"its guard failed ({type(error).__name__}: {error})"
 
@@ -212,6 +213,13 @@ def erase_dead(graph: Graph, candidates: Iterable[Node]) -> None:
         for node in dead:
             graph.erase_node(node)
             pending.discard(node)
+
+
+def _of_another_kind(match: Match) -> str | None:
+    """Refuse a match of tensors that are subclasses (torchao's weights, say), which know torch's operations alone."""
+    values = (value(bound) for bound in match.bound.values() if isinstance(bound, Node))
+    kinds = (type(each).__name__ for each in values if wraps_tensors(each))
+    return next((f"an input is a {kind}, which knows torch's own operations alone" for kind in kinds), None)
 
 
 def _used_early(match: Match) -> str | None:
