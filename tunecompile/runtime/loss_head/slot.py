@@ -72,7 +72,8 @@ class Head:
         True
     )  #: whether the labels of a loss that is computed now are known to leave padding out
     attempt: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call()  #: again, with less, where memory runs out
-    #: what a call with these hidden states would compute now; `NotLinear` where that is no product
+    #: what a call with these hidden states would compute now, None where that is as it was; `NotLinear` where it is no
+    #: product
     product: Callable[[Tensor], LinearHead | None] = lambda hidden: None
     labelled: Labelled = field(default_factory=Labelled)
     labelled_evaluated: Labelled = field(default_factory=Labelled)  #: of evaluations, whose labels are others
@@ -99,9 +100,7 @@ class Head:
             return call_original(self.module, hidden) if self._is_still(called, hidden) else called(hidden)
 
     def _is_still(self, called: LinearHead, hidden: Tensor) -> bool:
-        """Whether the module computes now what a call was to compute. (Gathered, its weight is another tensor.)"""
-        if self.gathered is not None:
-            return True
+        """Whether the module computes now what a call was to compute."""
         try:
             now = self.product(hidden)
         except NotLinear:
@@ -154,7 +153,7 @@ class HeadSlot:
         self.passes, self.classes = passes, ClassWatch()
         self.tracers: dict[int, HeadTracer] = {}  #: by the version of the classes
         self.placement: LayerHost | None = None
-        head.product = self._product
+        head.product = self._product_now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.head.module
@@ -265,6 +264,10 @@ class HeadSlot:
         if version not in self.tracers:
             self.tracers[version] = HeadTracer(module, self.passes)
         return self.tracers[version].product(hidden)
+
+    def _product_now(self, hidden: Tensor) -> LinearHead | None:
+        """None where an engine holds the weight, which is another tensor in each call."""
+        return None if self.placement is not None else self._product(hidden)
 
     def _plain(self, hidden: Tensor) -> LinearHead:
         module = self.head.module
