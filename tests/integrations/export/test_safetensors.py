@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 import tunecompile
 from tests.support import zoo
 from tests.support.files import distance, logits
+from tests.support.models import images
 from tests.support.models.packed import exact
 from tunecompile.errors import CannotMerge
 from tunecompile.integrations.export.merge import dequantized
@@ -343,3 +344,16 @@ def test_folders_in_use_and_dtypes(tmp_path):
         tunecompile.save_merged(zoo.make("llama"), tmp_path)
     with pytest.raises(CannotMerge, match="give one of bfloat16"):
         tunecompile.save_merged(zoo.make("llama"), tmp_path / "new", dtype="int8")
+
+
+@pytest.mark.parametrize("targets, tied", [(["q_proj"], True), (["lm_head"], False)])
+def test_a_text_model_inside_another_says_so_where_its_head_is_no_longer_tied(targets, tied, tmp_path):
+    """Both configurations: transformers ties by the outer one, and some models by that of their text."""
+    model, *_ = images.gemma3()
+    config = model.config
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = True
+    model.tie_weights()
+    tunecompile.save_merged(filled(zoo.adapt(model, target_modules=targets)), tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    told = [each.get("tie_word_embeddings", True) for each in (saved, saved["text_config"])]
+    assert told == [tied, tied]
