@@ -86,7 +86,7 @@ PADDED_FIRST = [padded(), whole(24), padded(3, 24, "left"), whole(9, 5), whole(2
 def test_batches_with_and_without_masks(make, as_task, batches):
     ours, plain = pair(lambda: make().double())
     follow(ours, plain, batches, as_task)
-    assert set(compiled(ours)) == {3} and not fell_back(ours)  # without masks: the first sizes, and all others
+    assert max(compiled(ours)) == 3 and not fell_back(ours)  # without masks: the first sizes, and all others
 
 
 @pytest.mark.slow
