@@ -20,7 +20,7 @@ from tunecompile.integrations import loss_caller
 from tunecompile.integrations.transformers import gives_cache, with_late_cache
 from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.step import Step
-from tunecompile.runtime.unpad.owner_call import OwnerCall, hidden_of
+from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.unpad import Unpadding
 
 log = logging.getLogger("tunecompile")
@@ -86,15 +86,13 @@ class Evaluation(Unpadding):
             The same hidden states with what stands at padding; None where they are not known.
         """
         self.refused = self.refused or note("logits-read")
-        call = next((each for each in self.readable if each.returned(hidden)), None)
-        if call is None:
+        past = self._past(hidden)
+        if past is None:
             return None
 
         def again() -> Tensor | None:
             self.step.repeats = self.step.scoring = self.step.evaluates = True
-            given = OwnerCall(self._by_name(call.args, call.kwargs))
-            with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
-                return hidden_of(self._run(given, call.args, call.kwargs))
+            return self._again(past, hidden, autocast)
 
         return self._late(None, again)
 

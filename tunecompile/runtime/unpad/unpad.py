@@ -370,19 +370,26 @@ class Unpadding:
         if self.flattened and not self.refused:
             self.refuse(note("logits-read"))
             log.warning("tunecompile: %s", next(reversed(self.notes)))
-        past = next((each for each in self.readable if each.returned(hidden)), None)
+        past = self._past(hidden)
         if past is None:
             return None
         self.readable.remove(past)
         self.step.repeats = True
-        devices = [hidden.device] if hidden.is_cuda else []
         try:
-            autocasts = torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None)
-            with autocasts, torch.random.fork_rng(devices):
-                again = self._run(OwnerCall(self._by_name(past.args, past.kwargs)), past.args, past.kwargs)
+            with torch.random.fork_rng([hidden.device] if hidden.is_cuda else []):
+                again = self._again(past, hidden, autocast)
         finally:
             self.step.repeats = False
-        return past.with_padding(hidden, hidden_of(again))
+        return past.with_padding(hidden, again)
+
+    def _past(self, hidden: Tensor) -> PastCall | None:
+        """The call whose result these hidden states are."""
+        return next((each for each in self.readable if each.returned(hidden)), None)
+
+    def _again(self, past: PastCall, hidden: Tensor, autocast: torch.dtype | None) -> Tensor | None:
+        """The hidden states of a call, which is made once more under this autocast."""
+        with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):
+            return hidden_of(self._run(OwnerCall(self._by_name(past.args, past.kwargs)), past.args, past.kwargs))
 
     def _note(self, reason: Note, batches: str = PADDED) -> None:
         self.notes[note(batches, type(self.owner).__name__, reason)] = None
