@@ -28,11 +28,14 @@ def without_gradients_of_unused(gm: GraphModule, compiled: Callable) -> Callable
         gm: its graph, as Dynamo made it.
         compiled: takes the graph's inputs, and returns its outputs.
     """
-    results = [node for node in _outputs(gm) if _trains(node)]
+    (returned,) = gm.graph.find_nodes(op="output")
+    results = [node for node in returned.all_input_nodes if _trains(node)]
+    if len(results) < 2:
+        return compiled
     inputs = [node for node in gm.graph.find_nodes(op="placeholder") if isinstance(value(node), Tensor)]
     reached = [frozenset(results).intersection(_behind(node)) for node in inputs]
     needed = [places for node, places in zip(inputs, reached) if _trains(node)]
-    if len(results) < 2 or all(len(places) == len(results) for places in needed):
+    if all(len(places) == len(results) for places in needed):
         return compiled
 
     def run(*args: Any) -> Any:
@@ -54,11 +57,6 @@ def _hook(results: Sequence[Node], numbers: Sequence[int], reached: Sequence[fro
         return tuple(None if places and places <= unused else each for each, places in zip(inputs, reached))
 
     return drop
-
-
-def _outputs(gm: GraphModule) -> list[Node]:
-    (returned,) = gm.graph.find_nodes(op="output")
-    return list(dict.fromkeys(node for node in tree_leaves(returned.args[0]) if isinstance(node, Node)))
 
 
 def _trains(node: Node) -> bool:
