@@ -63,9 +63,8 @@ class Step:
     trained: bool = False  #: whether a training step has begun
     early: bool = False  #: whether an evaluation came before
     unverified: bool = False  #: whether the first training step is going to be verified
-    scores_tokens: bool = of_thread(
-        False
-    )  #: whether the forward under way gives scores of labelled tokens, and no logits
+    #: whether the forward under way gives scores of labelled tokens, and no logits
+    scores_tokens: bool = of_thread(False)
     repeats: bool = of_thread(False)  #: whether the owner's call is made once more, as it was
     makes_cache: bool = of_thread(False)  #: whether the model makes a cache: its masks follow from that
     drops_cache: bool = False  #: whether a cache that the model makes by default was ever kept from its layers

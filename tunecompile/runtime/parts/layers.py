@@ -159,8 +159,8 @@ class EntryHook(NotCopied):
     def never_called(self) -> list[Note]:
         """Kinds of layers of which no call went through a slot."""
         slots = [slot for slot in self.slots if not isinstance(slot, NormSlot)]
-        counts = Counter(slot.region.name for slot in slots)
-        counts -= Counter({slot.region.name: len(slots) for slot in slots if slot.called})
+        called = {slot.region.name for slot in slots if slot.called}
+        counts = Counter(slot.region.name for slot in slots if slot.region.name not in called)
         return [note("never-called", name, count=count) for name, count in counts.items()]
 
     def begin(self) -> None:
