@@ -66,6 +66,16 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         last_checked=("5.17", "5.24"),
     ),
     *group(
+        "`generate()` runs by transformers' own loop",
+        "transformers.generation.GenerationMixin._optimize_model_for_decode",
+        "transformers.generation.GenerationMixin._prefill",
+        "transformers.generation.GenerationMixin._update_model_kwargs_for_generation",
+        "transformers.generation.utils.GENERATION_MODES_MAPPING",
+        "transformers.PreTrainedModel._can_compile_fullgraph",
+        since="5.17",
+        last_checked=("5.17", "5.24"),
+    ),
+    *group(
         "models that return hidden states keep their padding, and FSDP2's layers are not repeated when memory runs out",
         "transformers.utils.output_capturing",
         since="5.2",

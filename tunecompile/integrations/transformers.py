@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 #: what models call the argument that is a cache: `cache` from transformers 5.24 on, which still takes the older names
-_CACHES = ("cache", "past_key_values", "cache_params")
+CACHES = ("cache", "past_key_values", "cache_params")
 
 
 class PassThrough:
@@ -48,7 +48,7 @@ def is_cache(value: Any) -> bool:
 
 def gives_cache(given: dict[str, Any]) -> bool:
     """Whether the caller of a model gives it a cache of its own."""
-    return any(given.get(name) is not None for name in _CACHES)
+    return any(given.get(name) is not None for name in CACHES)
 
 
 def _holds_tokens(cache: Any) -> bool:
@@ -80,7 +80,7 @@ def with_late_cache(output: Any, make: Callable[[str], Any]) -> Any:
     if not dataclasses.is_dataclass(output) or isinstance(output, type):
         return output
     given = {each.name: getattr(output, each.name) for each in dataclasses.fields(output)}
-    name = next((name for name in _CACHES if name in given), None)
+    name = next((name for name in CACHES if name in given), None)
     if name is None or not (given[name] is None or is_cache(given[name])):
         return output
     return type(output)(**{**given, name: _late_cache()(lambda: make(name))})

@@ -69,6 +69,12 @@ NOTES = {
     ),
     "evaluation-compiled": NoteKind("evaluations run compiled, without logits that nobody reads ({count} batches)"),
     "evaluation-left": NoteKind("an evaluation ran by the model's own code: {detail}"),
+    "generation-runs": NoteKind("generate() ran recorded steps: {count} calls, {tokens} new tokens a row in all"),
+    "generation-left": NoteKind("a call of generate() ran by transformers' own loop: {detail}"),
+    "generation-not-recorded": NoteKind(
+        "steps of generate() are not recorded: {detail}",
+        "Nothing needs to be done: they run one launch after the other.",
+    ),
     "replicas": NoteKind(
         "nn.DataParallel's replicas ran without tunecompile: start one process a GPU (torchrun), or show it one GPU",
         "Start the training with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU.",
@@ -116,6 +122,15 @@ REASONS = {
     ),
     "loop-computes-loss": NoteKind("the loop computes the loss"),
     "package-computes-loss": NoteKind("{subject} replaced the model's forward and computes the loss"),
+    # why transformers' own loop generates
+    "generation-argument": NoteKind("{subject} was given"),
+    "generation-mode": NoteKind("{subject} is requested", "Greedy search and sampling are recorded."),
+    "generation-sharded": NoteKind("ranks gather the weights together, and have to call the model equally often"),
+    "generation-encoder": NoteKind("the model has an encoder"),
+    "generation-in-training": NoteKind("the model is in training mode", "Call model.eval() before generate()."),
+    "generation-device": NoteKind("there is nothing to record on {subject}"),
+    "generation-not-static": NoteKind("{subject} does not take a cache of a fixed size"),
+    "generation-cache": NoteKind("its cache is {subject}"),
     # why an evaluation is not compiled
     "not-verified-yet": NoteKind("verify=True compiles nothing before the first training step is verified"),
     "cache-in-tuple": NoteKind(

@@ -58,6 +58,7 @@ class Settings:
     host_bytes: int | None = None  #: of pinned host memory; None for half of what is available
     offload_dir: Path | None = None
     host_embedding: bool = False
+    generate: bool = True  #: whether `generate` runs recorded
     verify: Verify | None = None  #: called once, before the first training step
 
 

@@ -31,13 +31,14 @@ def optimize(
     host_embedding: bool = False,
     precision: Precision | None = None,
     verify: bool = False,
+    generate: bool = True,
     executor: Executor = "inductor",
 ) -> nn.Module:
     """Compile the training step of `model` in place and return the same object.
 
     Works with any training loop: call it once, before or after adapters are added, and train as usual. Evaluation,
-    `generate()`, saving and loading are unchanged. Nothing is compiled until the first training step. Code that cannot
-    be compiled runs as before, and `tunecompile.report(model)` says why. A second call changes nothing.
+    `generate()`, saving and loading are called as before. Nothing is compiled until the first training step. Code that
+    cannot be compiled runs as before, and `tunecompile.report(model)` says why. A second call changes nothing.
 
     Args:
         model: any `nn.Module`. Repeated decoder layers are compiled once for all of them; a model without repeated
@@ -69,6 +70,9 @@ def optimize(
             taken. A rewrite that makes gradients wrong is disabled for this model, with a warning, and the report has
             the result. The model itself has to compute the loss. Each of several ranks verifies its own batch, and
             every rank's report covers all of them.
+        generate: whether `model.generate` of transformers records the step that makes one token of each row as a CUDA
+            graph, with the keys in memory of a fixed size. Greedy search and sampling run so, for any model whose
+            cache can be of a fixed size; the rest runs as before, and the report says why.
         executor: "inductor" generates code; "eager" runs the rewritten graphs op by op, to distinguish a fault of a
             pass from a fault of code generation. Op by op a buffer that a layer updates (BatchNorm's) is updated once
             in a checkpoint of yours that is not re-entrant; generated code does it twice, as the model itself.
@@ -104,6 +108,7 @@ def optimize(
         host_bytes,
         Path(offload_dir) if offload_dir is not None else None,
         host_embedding,
+        generate,
         verification.verify if verify else None,
     )
     return attach(model, settings)

@@ -5,14 +5,14 @@ from tunecompile.runtime.parts.dense_weights import DenseWeights
 from tunecompile.runtime.parts.first_step import FirstStepCheck
 from tunecompile.runtime.parts.fused_head import FusedHead
 from tunecompile.runtime.parts.host_embedding import HostEmbedding
-from tunecompile.runtime.parts.kernel_functions import KernelFunctions
+from tunecompile.runtime.parts.kernel_functions import KernelFunctions, PeftFunctions
 from tunecompile.runtime.parts.layers import Layers
 from tunecompile.runtime.parts.loss_head import LossHead
 from tunecompile.runtime.parts.memory import GrowingSegments, MemoryBudget, OomRecovery
 from tunecompile.runtime.parts.parametrized import ParametrizedModules
-from tunecompile.runtime.parts.peft_functions import PeftFunctions
 from tunecompile.runtime.parts.quantized import QuantizedLinears
 from tunecompile.runtime.parts.replicas import Replicas
+from tunecompile.runtime.parts.rollouts import Rollouts
 from tunecompile.runtime.parts.telemetry import StepTelemetry
 from tunecompile.runtime.parts.unpadding import PaddingRemoval
 
@@ -33,6 +33,7 @@ PARTS = (
     DenseWeights,
     MemoryBudget,
     GrowingSegments,  # where no budget is
+    Rollouts,
     StepTelemetry,
 )
 
@@ -54,5 +55,6 @@ __all__ = [
     "PeftFunctions",
     "QuantizedLinears",
     "Replicas",
+    "Rollouts",
     "StepTelemetry",
 ]

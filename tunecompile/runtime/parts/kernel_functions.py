@@ -1,10 +1,11 @@
-"""Functions of a model's file with kernels of other packages behind them: ops are traced in their place."""
+"""Functions that Dynamo cannot trace, or with kernels of other packages behind them: what is traced in their place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from tunecompile.integrations.kernel_functions import Substitution, substitute, trace_by_bounds
+from tunecompile.integrations.peft import trace as peft
 from tunecompile.notes import Note
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import Part, State
@@ -27,3 +28,10 @@ class KernelFunctions(Part):
 
     def notes(self, state: State) -> list[Note]:
         return [each.refused for each in self.found or () if each.refused is not None]
+
+
+class PeftFunctions(Part):
+    """Of PEFT, which may be imported after `optimize`: looked for at every step."""
+
+    def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
+        peft.substitute()

@@ -1,0 +1,194 @@
+"""`generate` of an optimized model gives the tokens of transformers' own loop, from recorded steps."""
+
+import copy
+
+import pytest
+import torch
+
+import tunecompile
+from tests.runtime.rollouts.recorder import loop_of
+from tests.support import zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ENDS = (7, 9, 30, 31, 200)
+#: of each kind of cache and of positions one; the others are slow
+QUICK = ("llama", "gemma3", "qwen3_5", "gpt_oss", "deepseek_v3", "lfm2", "bloom", "opt")
+#: that keep no cache of a fixed size
+LEFT = ("mpt", "gpt_neo")
+
+
+def prompts(rows: int = 3, length: int = 11) -> dict[str, torch.Tensor]:
+    """Padded on the left."""
+    ids = torch.randint(3, 200, (rows, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1:2, :4] = mask[2:3, :7] = 0
+    return {"input_ids": ids.where(mask.bool(), 0), "attention_mask": mask}
+
+
+def pair(family: str = "llama", **changes):
+    model = zoo.make(family, **changes).float().eval()
+    ours = tunecompile.optimize(copy.deepcopy(model), executor="eager")
+    return model, ours, loop_of(ours)
+
+
+def greedy(**others) -> dict:
+    return {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": list(ENDS), **others}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return pair()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [f if f in QUICK + LEFT else pytest.param(f, marks=pytest.mark.slow) for f in zoo.NAMES],
+)
+def test_tokens_of_each_family(family):
+    """With padding on the left, windows shorter than the prompt, and rows that end early."""
+    model, ours, loop = pair(family)
+    for inputs in (prompts(), {"input_ids": prompts(1)["input_ids"]}):
+        expected = model.generate(**inputs, **greedy())
+        assert torch.equal(ours.generate(**inputs, **greedy()), expected)
+    assert loop.calls == (0 if family in LEFT else 2) and bool(loop.left) == (family in LEFT)
+    assert loop.recorder.replays > 10 or family in LEFT
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_new_tokens": 12},
+        {"min_length": 18},
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"suppress_tokens": [5, 60, 61]},
+        {"eos_token_id": None},
+        {"max_time": 100.0},
+        {"num_return_sequences": 1, "forced_eos_token_id": 9},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_scores_and_criteria(llama, options):
+    model, ours, loop = llama
+    calls = loop.calls
+    expected = model.generate(**prompts(), **greedy(**options))
+    assert torch.equal(ours.generate(**prompts(), **greedy(**options)), expected)
+    assert loop.calls == calls + 1, loop.left
+
+
+def test_the_end_of_all_rows_ends_the_call(llama):
+    """At the token that HF's loop ends at, though the host asks every sixteen tokens."""
+    model, ours, _ = llama
+    first = model.generate(**prompts(), **greedy(max_new_tokens=40, eos_token_id=None))[:, 11:]
+    ends = [first[0, 18].item(), first[1, 3].item(), first[2, 5].item()]
+    settings = greedy(max_new_tokens=40, eos_token_id=ends)
+    expected = model.generate(**prompts(), **settings)
+    assert expected.shape[1] < 51 and torch.equal(ours.generate(**prompts(), **settings), expected)
+
+
+def test_outputs_as_a_dictionary(llama):
+    model, ours, loop = llama
+    settings = greedy(return_dict_in_generate=True, output_scores=True, output_logits=True, min_new_tokens=4)
+    expected, found = (each.generate(**prompts(), **settings) for each in (model, ours))
+    assert torch.equal(found.sequences, expected.sequences) and len(found.scores) == len(expected.scores)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(torch.stack(getattr(found, name)), torch.stack(getattr(expected, name)))
+    theirs, mine = (each.past_key_values for each in (expected, found))
+    assert type(mine) is type(theirs) and mine.get_seq_length() == theirs.get_seq_length()
+    torch.testing.assert_close(mine.layers[1].keys, theirs.layers[1].keys)
+
+
+def test_samples_have_the_distribution_of_the_scores(llama):
+    """The first and the second token, by counts: chi-squared over four bins of equal probability."""
+    _, ours, loop = llama
+    torch.manual_seed(0)
+    rows = prompts(1)["input_ids"].repeat(2000, 1)
+    settings = {"do_sample": True, "temperature": 0.7, "top_k": 12, "top_p": 0.95, "pad_token_id": 0}
+    found = ours.generate(input_ids=rows, max_new_tokens=2, eos_token_id=None, **settings)[:, 11:]
+    with torch.no_grad():
+        logits = ours(input_ids=rows[:1]).logits[0, -1] / 0.7
+    best = logits.topk(12)
+    shares = best.values.softmax(-1)
+    kept = shares.cumsum(-1) - shares < 0.95
+    shares = (shares * kept) / (shares * kept).sum()
+    counts = (found[:, :1] == best.indices).sum(0)
+    assert counts.sum() == 2000, "a token was drawn that is not among the best"
+    wanted = 2000 * shares[kept]
+    assert ((counts[kept] - wanted) ** 2 / wanted).sum() < 40, "the distribution is another one"
+    assert len(found[:, 1].unique()) > 3
+    torch.manual_seed(1)
+    again = ours.generate(input_ids=rows, max_new_tokens=2, eos_token_id=None, **settings)[:, 11:]
+    assert not torch.equal(again, found)
+
+
+def test_the_weights_of_the_last_step(llama):
+    """Adapters that an optimizer has changed in place, or that are switched off, are those of the next call."""
+    model = zoo.adapt(zoo.make("llama").float()).eval()
+    ours = tunecompile.optimize(copy.deepcopy(model), executor="eager")
+    loop = loop_of(ours)
+    for scale in (0.0, 0.3, -0.3):
+        for each in (model, ours):
+            for name, parameter in each.named_parameters():
+                if "lora_B" in name:
+                    parameter.data.fill_(scale).mul_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+        assert torch.equal(ours.generate(**prompts(), **greedy()), model.generate(**prompts(), **greedy()))
+    with model.disable_adapter(), ours.disable_adapter():
+        without = model.generate(**prompts(), **greedy())
+        assert torch.equal(ours.generate(**prompts(), **greedy()), without)
+    assert not torch.equal(without, model.generate(**prompts(), **greedy())) and loop.calls == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"num_beams": 2}, "generation-mode"),
+        ({"cache_implementation": "static"}, "generation-cache"),
+        ({"use_cache": False}, "generation-cache"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "generation-argument"),
+    ],
+)
+def test_what_runs_by_transformers_loop(llama, options, code):
+    model, ours, loop = llama
+    calls = loop.calls
+    expected, found = (each.generate(**prompts(), **greedy(**options)) for each in (model, ours))
+    expected, found = (getattr(each, "sequences", each) for each in (expected, found))
+    assert torch.equal(found, expected) and loop.calls == calls
+    assert code in {why.code for why in loop.left}
+    assert any(each.code == "generation-left" for each in tunecompile.report(ours).notes)
+
+
+def test_a_model_in_training_mode(llama):
+    model, ours, loop = llama
+    calls = loop.calls
+    try:
+        found = [each.train().generate(**prompts(), **greedy()) for each in (model, ours)]
+    finally:
+        model.eval(), ours.eval()
+    assert torch.equal(*found) and loop.calls == calls
+
+
+def test_steps_that_cannot_be_recorded_run_as_they_are():
+    model, ours, loop = pair()
+
+    def record(run, pool, device):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    loop.recorder.record = record
+    for _ in range(2):
+        assert torch.equal(ours.generate(**prompts(), **greedy()), model.generate(**prompts(), **greedy()))
+    assert loop.refused.code == "generation-not-recorded" and loop.calls == 2
+
+
+def test_copies_and_restored_models_have_their_own_generate():
+    _, ours, loop = pair()
+    copied = copy.deepcopy(ours)
+    copied.generate(**prompts(), **greedy())
+    assert loop.calls == 0
+    tunecompile.restore(ours)
+    ours.generate(**prompts(), **greedy())
+    assert loop.calls == 0 and "generate" not in vars(ours)
+
+
+def test_switched_off():
+    model = tunecompile.optimize(zoo.make("llama").float(), generate=False)
+    assert "generate" not in vars(model)

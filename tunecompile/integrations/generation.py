@@ -1,0 +1,165 @@
+"""transformers' `generate`: the decoding method that it takes from outside, its caches, scores and criteria."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tunecompile._torch.distributed import several
+from tunecompile.integrations.transformers import CACHES
+from tunecompile.notes import Note, note
+
+#: processors of scores that read nothing but scores, and that a recording may hold
+_OF_SCORES = {
+    "EpsilonLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+#: arguments of `generate` that its own decoding methods alone know
+_OF_ITS_OWN = ("assistant_model", "custom_generate", "streamer", "synced_gpus", "tokenizer", "use_model_defaults")
+_LIKE_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  #: one value a token, which stays
+
+
+#: methods of models that a decoding method calls
+_METHODS = ("_prefill", "_update_model_kwargs_for_generation", "_optimize_model_for_decode")
+
+
+def generates(model: nn.Module) -> bool:
+    """Whether a model has a `generate` that takes a decoding method, and all that this needs."""
+    generate = getattr(type(model), "generate", None)
+    if not callable(generate) or not all(hasattr(model, name) for name in _METHODS):
+        return False
+    return "custom_generate" in inspect.signature(generate).parameters
+
+
+def why_not_given(model: Any, kwargs: dict[str, Any]) -> Note | None:
+    """Why a call of `generate` is not handed a decoding method."""
+    own = [name for name in _OF_ITS_OWN if kwargs.get(name) is not None]
+    if own:
+        return note("generation-argument", own[0])
+    if several() and any(hasattr(weight, name) for weight in model.parameters() for name in ("ds_id", "device_mesh")):
+        return note("generation-sharded")
+    config = copy.deepcopy(model.generation_config)
+    given = kwargs.get("generation_config")
+    for values in ({} if given is None else given.to_dict(), kwargs):
+        config.update(**{name: value for name, value in values.items() if value is not None and hasattr(config, name)})
+    mode = config.get_generation_mode()
+    return None if mode in ("greedy_search", "sample") else note("generation-mode", mode.value)
+
+
+def why_left(model: Any, config: Any, kwargs: dict[str, Any]) -> Note | None:
+    """Why transformers' own loop generates, once `generate` has prepared everything."""
+    if model.config.is_encoder_decoder:
+        return note("generation-encoder")
+    if model.training:
+        return note("generation-in-training")
+    if not getattr(model, "_can_compile_fullgraph", False):  # GPT-Neo's masks, for one, read the length of the cache
+        return note("generation-not-static", type(model).__name__)
+    if config.output_attentions or config.output_hidden_states:
+        return note("generation-argument", "output_attentions" if config.output_attentions else "output_hidden_states")
+    if config.prefill_chunk_size is not None:
+        return note("generation-argument", "prefill_chunk_size")
+    cache = kwargs.get(cache_name(kwargs))
+    if not kwargs.get("use_cache") or type(cache).__name__ != "DynamicCache":
+        return note("generation-cache", type(cache).__name__)
+    if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+        return note("generation-cache", "the caller's")
+    return None
+
+
+def own_method(model: Any, config: Any) -> Callable:
+    """The decoding method of transformers for a configuration."""
+    from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+    return getattr(type(model), GENERATION_MODES_MAPPING[config.get_generation_mode()])
+
+
+def cache_name(kwargs: dict[str, Any]) -> str:
+    """What the model calls its cache among these arguments."""
+    return next((name for name in CACHES if kwargs.get(name) is not None), CACHES[0])
+
+
+def static_cache(model: Any, length: int) -> Any:
+    """An empty cache in fixed memory.
+
+    Args:
+        model: whose configuration says of which kind each layer's part is.
+        length: of the longest row, in tokens.
+    """
+    from transformers import StaticCache
+
+    return StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
+
+
+def split_criteria(criteria: Iterable[Any]) -> tuple[Tensor | None, list[Any]]:
+    """The tokens that end a row, and the criteria that are neither these nor the maximum length."""
+    ends = [each.eos_token_id for each in criteria if type(each).__name__ == "EosTokenCriteria"]
+    others = [each for each in criteria if type(each).__name__ not in ("EosTokenCriteria", "MaxLengthCriteria")]
+    return (torch.cat([each.flatten() for each in ends]) if ends else None), others
+
+
+def recordable(processor: Any) -> bool:
+    """Whether a processor of scores reads nothing but them, without a question to the host."""
+    kind = type(processor)
+    return kind.__module__ == "transformers.generation.logits_process" and kind.__name__ in _OF_SCORES
+
+
+def shortest(processor: Any) -> tuple[int, Tensor] | None:
+    """How many tokens a row has at least, prompt included, and the tokens that end none before, if it says so."""
+    name = type(processor).__name__
+    if name == "MinLengthLogitsProcessor":
+        return processor.min_length, processor.eos_token_id
+    if name == "MinNewTokensLengthLogitsProcessor":
+        return processor.prompt_length_to_skip + processor.min_new_tokens, processor.eos_token_id
+    return None
+
+
+def fixed_inputs(kwargs: dict[str, Any], length: int) -> tuple[dict[str, Any], Tensor | None, Tensor | None]:
+    """The arguments of one step, in memory that stays: those of all later steps, once the mask and the positions move.
+
+    Args:
+        kwargs: of the first step after the prompt.
+        length: columns of the mask: of the cache.
+
+    Returns:
+        All arguments; the mask among them, [rows, length], and the positions, [..., rows, 1], where there are any.
+    """
+    made = dict(kwargs)
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if mask is not None:
+        made["attention_mask"] = torch.nn.functional.pad(mask, (0, length - mask.shape[1]))
+    if positions is not None:
+        made["position_ids"] = positions[..., -1:].clone()
+    for name in _LIKE_TOKENS:
+        if kwargs.get(name) is not None:
+            made[name] = kwargs[name][..., -1:].clone()
+    return made, made.get("attention_mask"), made.get("position_ids")
+
+
+def can_be_returned(cache: Any) -> bool:
+    """Whether a cache in fixed memory can be given to the caller as the growing one that transformers returns."""
+    return all(type(layer).__name__ == "StaticLayer" for layer in cache.layers)
+
+
+def output_of(model: Any, sequences: Tensor, scores: tuple | None, logits: tuple | None, cache: Any) -> Any:
+    """What `generate` returns under `return_dict_in_generate`. The cache has all tokens but the last."""
+    from transformers import DynamicCache
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    grown = DynamicCache(config=model.config.get_text_config(decoder=True))
+    tokens = sequences.shape[1] - 1
+    for index, layer in enumerate(cache.layers):
+        grown.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
+    name = next(name for name in CACHES if name in inspect.signature(GenerateDecoderOnlyOutput).parameters)
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{name: grown})

@@ -1,0 +1,1 @@
+"""Rollouts: `generate` of the model that trains, one recording for each token of all rows."""

@@ -1,0 +1,59 @@
+"""The choice of the next token of each row, from its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunecompile.integrations.generation import recordable, shortest
+
+
+class Choice:
+    """Scores of the caller's processors, in their order, and a token of each row by them.
+
+    A choice is recorded where each processor reads scores alone, or a length, which is then a tensor. Others are called
+    by the host, with the tokens so far.
+
+    Args:
+        processors: transformers' `LogitsProcessorList`.
+        sample: whether tokens are drawn; else the first best is taken.
+    """
+
+    def __init__(self, processors: Sequence[Any], sample: bool):
+        self.processors, self.sample = processors, sample
+        self.recorded = all(recordable(each) or shortest(each) is not None for each in processors)
+
+    def scores(self, tokens: Tensor, logits: Tensor, at: Tensor) -> Tensor:
+        """Return what the processors make of logits.
+
+        Args:
+            tokens: int64 [rows, T], of all rows so far. Where the choice is recorded nobody reads them.
+            logits: fp32 [rows, V].
+            at: int64 [], T.
+
+        Returns:
+            fp32 [rows, V].
+        """
+        scores = logits
+        for processor in self.processors:
+            bound = shortest(processor)
+            if bound is None:
+                scores = processor(tokens, scores)
+            else:
+                ends = torch.zeros_like(scores[0], dtype=torch.bool).index_fill_(0, bound[1].to(scores.device), True)
+                scores = scores.masked_fill(ends & (at < bound[0]), -torch.inf)
+        return scores
+
+    def pick(self, scores: Tensor) -> Tensor:
+        """Return the token of each row, int64 [rows].
+
+        A drawn one is the first of a race: each token arrives after an exponential time, at the rate of its
+        probability. `torch.multinomial` does the same, and asks the host whether the probabilities are valid.
+        """
+        if not self.sample:
+            return scores.argmax(-1)
+        probabilities = scores.softmax(-1)
+        return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)

@@ -1,0 +1,85 @@
+"""One token of all rows: the step that is recorded. All that changes from token to token is in fixed memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunecompile.integrations.generation import fixed_inputs
+from tunecompile.runtime.rollouts.choice import Choice
+
+
+class Rows:
+    """The tokens of all rows, and which rows have ended.
+
+    Args:
+        prompt: int64 [rows, T].
+        longest: tokens that a row may have, prompt included.
+        ends: int64 [E], the tokens that end a row; None if none does.
+        pad: int64 [], what follows the end of a row.
+    """
+
+    def __init__(self, prompt: Tensor, longest: int, ends: Tensor | None, pad: Tensor | None):
+        rows, length = prompt.shape
+        self.longest, self.ends = longest, None if ends is None else ends.to(prompt.device)
+        self.pad = prompt.new_zeros(()) if pad is None else pad.to(prompt.device)
+        self.tokens = torch.nn.functional.pad(prompt, (0, longest - length))
+        self.at = prompt.new_full((), length)  #: the column of the next token
+        self.ended = prompt.new_zeros(rows, dtype=torch.bool)
+        self.lengths = prompt.new_full((rows,), longest)  #: of each row, with the token that ended it
+
+    @property
+    def last(self) -> Tensor:
+        """int64 [rows, 1], the tokens that were appended last."""
+        return self.tokens.index_select(1, (self.at - 1).view(1))
+
+    def append(self, chosen: Tensor) -> None:
+        """Append a token to each row: padding to those that have ended, where tokens end them."""
+        if self.ends is not None:
+            chosen = torch.where(self.ended, self.pad, chosen)
+        self.tokens.index_copy_(1, self.at.view(1), chosen[:, None])
+        self.at.add_(1)
+        if self.ends is not None:
+            self.end(torch.isin(chosen, self.ends))
+
+    def end(self, rows: Tensor) -> None:
+        """Rows end with the token that was appended last. rows: bool [rows]."""
+        self.lengths.copy_(torch.where(rows & ~self.ended, self.at, self.lengths))
+        self.ended.logical_or_(rows)
+
+
+class DecodeStep:
+    """The forward of the tokens appended last, and the choice of the next ones.
+
+    Args:
+        model: transformers' model, below adapters.
+        kwargs: of its first call after the prompt, with the cache.
+        rows: the tokens.
+        choice: of the next ones, if it is recorded with the forward.
+        length: of the cache.
+    """
+
+    def __init__(self, model: Any, kwargs: dict[str, Any], rows: Rows, choice: Choice, length: int):
+        self.model, self.rows, self.choice = model, rows, choice
+        self.kwargs, self.mask, self.positions = fixed_inputs(kwargs, length)
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Return logits and scores, fp32 [rows, V] each; these are the logits where the host computes scores."""
+        rows = self.rows
+        inputs = self.model.prepare_inputs_for_generation(rows.last, next_sequence_length=1, **self.kwargs)
+        logits = self.model(**inputs, return_dict=True).logits[:, -1].float()
+        scores = logits
+        if self.choice.recorded:
+            scores = self.choice.scores(rows.tokens, logits, rows.at)
+            rows.append(self.choice.pick(scores))
+            self.advance()
+        return logits, scores
+
+    def advance(self) -> None:
+        """What the next step reads beside the tokens."""
+        if self.positions is not None:
+            self.positions.add_(1)
+        if self.mask is not None:
+            self.mask.index_fill_(1, (self.rows.at - 1).view(1), 1)

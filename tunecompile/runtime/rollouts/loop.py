@@ -1,0 +1,188 @@
+"""The loop over tokens that stands in the place of transformers' own, with a cache in fixed memory.
+
+`generate` prepares everything as ever: configuration, processors, criteria, repeated rows. It is given this loop as its
+decoding method.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunecompile.integrations import generation
+from tunecompile.notes import Note, note
+from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
+from tunecompile.runtime.rollouts.choice import Choice
+from tunecompile.runtime.rollouts.decode_step import DecodeStep, Rows
+
+log = logging.getLogger("tunecompile")
+LOOKED = 16  #: tokens after which the host looks whether all rows have ended: it waits for the device then
+ROUND = 64  #: tokens to which the length of a cache is rounded: attention is fastest for whole tiles
+
+
+class Loop:
+    """Generates by greedy search or by sampling, with a recording of the step that makes one token of each row."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder = CudaRecorder()
+        self.left: dict[Note, None] = {}  #: why transformers' own loop ran
+        self.refused: Note | None = None  #: why steps are not recorded
+        self.calls = self.tokens = 0  #: that this loop ran, and the new tokens of a row in all of them
+
+    def __call__(self, model: Any, input_ids: Tensor, **given: Any) -> Any:
+        """What `generate` calls as its decoding method, with the arguments of transformers' `_sample`.
+
+        Args:
+            model: transformers' model, in eval mode.
+            input_ids: int64 [rows, T], the prompts.
+            given: `generation_config`, `logits_processor`, `stopping_criteria`, and what the model is called with.
+
+        Returns:
+            int64 [rows, T + new], or the class of outputs that `return_dict_in_generate` requests.
+        """
+        config = given["generation_config"]
+        run = _Run(self, model, input_ids, **given)
+        if (why := run.why_left()) is not None:
+            self.left[why] = None
+            return generation.own_method(model, config)(model, input_ids, **given)
+        with _without_cached_casts():
+            return run.generate()
+
+    def record(self, step: DecodeStep) -> Callable[[], tuple[Tensor, Tensor]]:
+        """A function that runs the step again: its recording, or the step itself where it cannot be recorded."""
+        if self.refused is not None:
+            return step
+        try:
+            (logits, scores), play = self.recorder.record(step, self, step.rows.tokens.device)
+        except (RuntimeError, NotImplementedError) as error:  # as a rule since the host wants a value
+            self.refused = note("generation-not-recorded", detail=str(error).splitlines()[0])
+            log.warning("tunecompile: %s", self.refused)
+            return step
+
+        def replay() -> tuple[Tensor, Tensor]:
+            play()
+            return logits, scores
+
+        return replay
+
+    def notes(self) -> list[Note]:
+        """For the report."""
+        told = [note("generation-runs", count=self.calls, tokens=self.tokens)] if self.calls else []
+        told += [self.refused] if self.refused is not None else []
+        return told + [note("generation-left", detail=why) for why in self.left]
+
+
+class _Run:
+    """One call of `generate`."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        model: Any,
+        prompt: Tensor,
+        *,
+        generation_config: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        **kwargs: Any,
+    ):
+        self.loop, self.model, self.prompt, self.config = loop, model, prompt, generation_config
+        self.choice = Choice(logits_processor, generation_config.do_sample)
+        self.ends, self.criteria = generation.split_criteria(stopping_criteria)
+        self.longest = stopping_criteria.max_length
+        self.kwargs = kwargs
+        self.kept: list[tuple[Tensor, Tensor]] = []  #: logits and scores of each token, if the caller wants them
+
+    def why_left(self) -> Note | None:
+        """Why transformers' own loop has to generate."""
+        if self.prompt.device.type != self.loop.recorder.device:
+            return note("generation-device", self.prompt.device.type)
+        if (why := generation.why_left(self.model, self.config, self.kwargs)) is not None:
+            return why
+        length = -(-self.longest // ROUND) * ROUND
+        self.cache = generation.static_cache(self.model, length)
+        if not self.cache.is_compileable:
+            return note("generation-cache", "one that grows")
+        if self.config.return_dict_in_generate and not generation.can_be_returned(self.cache):
+            return note("generation-cache", "returned")
+        self.length = length
+        return None
+
+    def generate(self) -> Any:
+        """All new tokens."""
+        rows = self.rows = Rows(self.prompt, self.longest, self.ends, self.config._pad_token_tensor)
+        self.kwargs[generation.cache_name(self.kwargs)] = self.cache
+        output = self.model._prefill(self.prompt, self.config, self.kwargs)
+        kwargs = self.model._update_model_kwargs_for_generation(output, self.kwargs)
+        at = self.prompt.shape[1]
+        self._choose(output.logits[:, -1].to(copy=True, dtype=torch.float32), at)
+        del output  # logits of the whole prompt, in some models
+        with self.model._optimize_model_for_decode():
+            at = self._steps(DecodeStep(self.model, kwargs, rows, self.choice, self.length), at + 1)
+        at = min(at, int(rows.lengths.max()))
+        self.loop.calls += 1
+        self.loop.tokens += at - self.prompt.shape[1]
+        return self._result(rows.tokens[:, :at].clone())
+
+    def _steps(self, step: DecodeStep, at: int) -> int:
+        """The steps after the first token. Returns how many tokens rows have, the padding behind their ends included.
+
+        The first one runs as it is: kernels are compiled and libraries take their memory, which no recording allows.
+        """
+        begin, run = at, step
+        while at < self.longest and not self._over(at):
+            if at == begin + 1:
+                run = self.loop.record(step)
+            logits, scores = run()
+            if self.choice.recorded:
+                self._shown(logits, scores, at)
+            else:
+                self._choose(logits, at)
+                step.advance()
+            at += 1
+        return at
+
+    def _choose(self, logits: Tensor, at: int) -> None:
+        """Choose and append the token in column `at`, by the host."""
+        scores = self.choice.scores(self.rows.tokens[:, :at], logits, self.rows.at)
+        self.rows.append(self.choice.pick(scores))
+        self._shown(logits, scores, at)
+
+    def _shown(self, logits: Tensor, scores: Tensor, at: int) -> None:
+        """The token in column `at` is there: what the caller wants of it is kept, and its criteria decide."""
+        config = self.config
+        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+            self.kept.append((logits.clone(), scores.clone()))
+        so_far = tuple(scores for _, scores in self.kept) if config.output_scores else None
+        for criterion in self.criteria:
+            self.rows.end(criterion(self.rows.tokens[:, : at + 1], so_far))
+
+    def _over(self, at: int) -> bool:
+        """Whether all rows have ended, if it is time to look."""
+        if not self.criteria and (self.ends is None or (at - self.prompt.shape[1]) % LOOKED):
+            return False
+        return bool(self.rows.ended.all())
+
+    def _result(self, sequences: Tensor) -> Any:
+        if not self.config.return_dict_in_generate:
+            return sequences
+        kept = self.kept[: sequences.shape[1] - self.prompt.shape[1]]
+        logits = tuple(each[0] for each in kept) if self.config.output_logits else None
+        scores = tuple(each[1] for each in kept) if self.config.output_scores else None
+        return generation.output_of(self.model, sequences, scores, logits, self.cache)
+
+
+@contextlib.contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Autocast casts weights anew: a cast that was cached before a recording would be gone when it is replayed."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
