@@ -68,6 +68,8 @@ def why_left(model: Any, config: Any, kwargs: dict[str, Any]) -> Note | None:
         return note("generation-not-static", type(model).__name__)
     if config.output_attentions or config.output_hidden_states:
         return note("generation-argument", "output_attentions" if config.output_attentions else "output_hidden_states")
+    if "flash" in str(getattr(model.config, "_attn_implementation", "")):  # leaves padding out by numbers of the host
+        return note("generation-argument", "attn_implementation")
     if config.prefill_chunk_size is not None:
         return note("generation-argument", "prefill_chunk_size")
     cache = kwargs.get(cache_name(kwargs))
@@ -91,15 +93,26 @@ def cache_name(kwargs: dict[str, Any]) -> str:
 
 
 def static_cache(model: Any, length: int) -> Any:
-    """An empty cache in fixed memory.
+    """An empty cache in fixed memory, in which nothing follows from numbers of the host.
+
+    Layers with windows keep all tokens, too: transformers' own class for them counts tokens on the host, and rolls its
+    memory from a certain token on. The mask has the window.
 
     Args:
         model: whose configuration says of which kind each layer's part is.
         length: of the longest row, in tokens.
     """
-    from transformers import StaticCache
+    from transformers import StaticCache, cache_utils
 
-    return StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
+    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
+    whole = {
+        "StaticSlidingWindowLayer": "StaticLayer",
+        "LinearAttentionAndStaticSlidingWindowAttentionLayer": "LinearAttentionAndStaticFullAttentionLayer",
+    }
+    for index, layer in enumerate(cache.layers):
+        if (name := whole.get(type(layer).__name__)) is not None:
+            cache.layers[index] = getattr(cache_utils, name)(max_cache_len=length)
+    return cache
 
 
 def split_criteria(criteria: Iterable[Any]) -> tuple[Tensor | None, list[Any]]:
