@@ -16,7 +16,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import launch, multiprocessors, next_power_of_2, row_ranges
-from ._strided import start_of, strided_rows
+from .layer_norm import start_of, strided_rows
 
 __all__ = ["backward", "forward"]
 

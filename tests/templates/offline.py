@@ -63,8 +63,8 @@ def half(args, cc):
 
 def refused_on(architecture, cc):
     """Kernels whose ops are torch's there: no e4m3, older than Ampere, registers that would spill."""
-    products = ("experts", "adapters", "delta", "channel", "attention", "lora_mlp")
-    spills = ("channel",) * architecture.startswith("gfx")
+    products = ("experts", "adapters", "delta", "channel", "attention", "lora_mlp", "few_rows")
+    spills = ("channel", "few_rows_begin") * architecture.startswith("gfx")  # and NVIDIA's instructions
     faulty = ("delta_operands",) * (architecture == "100" and known_bugs.DELTA_RULE_ON_SM_100.present)
     return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:5] * (architecture == "gfx1100") + spills + faulty
 
@@ -168,6 +168,7 @@ if __name__ == "__main__":
     from tunecompile.templates.attention import backward_pass as attention_backward
     from tunecompile.templates.attention import causal_softmax
     from tunecompile.templates.attention import forward_pass as attention_forward
+    from tunecompile.templates.few_rows import launches as few_rows
     from tunecompile.templates.recurrent import selective_scan
     from tunecompile.templates.recurrent.channel_rule import backward_pass as channel_backward
     from tunecompile.templates.recurrent.channel_rule import chunks as channel_chunks
@@ -202,6 +203,7 @@ if __name__ == "__main__":
         attention_backward,
         causal_softmax,
         adapters,
+        few_rows,
     )
     what, *rest = sys.argv[1:]
     if what == "trace":

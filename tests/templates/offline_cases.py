@@ -27,6 +27,7 @@ def cases(
     attention_backward,
     causal_softmax,
     adapters,
+    few_rows,
 ):
     """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
 
@@ -222,6 +223,16 @@ def cases(
             [e(64, 16, dtype=torch.float32), e(64, 4112)],
         ),
         "lora_beside": (lambda x, xa, out: lora.write_beside(x, xa, out), [e(64, 4096), e(64, 32), e(64, 4160)]),
+        "few_rows_begin": (
+            lambda x, p, absmax, code, scale, offset, a: few_rows.begin(
+                x, x, [nf4.Weight(p, absmax, code, scale, offset, 1024)] * 3, [a] * 3
+            ),
+            [e(8, 4096), *packed(1024, 4096), e(16, 4096, dtype=torch.float32)],
+        ),
+        "few_rows_finish": (
+            lambda parts, xa, b: few_rows.finish(parts, xa, [b] * 3, [2.0, 2.0, 1.0], torch.bfloat16),
+            [e(8, 8, 3072, dtype=torch.float32), e(8, 8, 48, dtype=torch.float32), e(1024, 16, dtype=torch.float32)],
+        ),
         "lora_mlp_piece": (piece, [gate, wide, e(64, 16), e(64, 32), e(1, 3, 16, 14336, dtype=torch.float32)]),
         "lora_mlp": (
             lambda d, gu, y, xa: lora_mlp.backward(d, gu, y, xa, (16, 16), width=28736),

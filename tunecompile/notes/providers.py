@@ -15,6 +15,8 @@ REASONS = {
     "row-not-contiguous": NoteKind("the elements of a row are not contiguous"),
     "activation-not-supported": NoteKind("the activation {detail} is not supported"),
     "rank-too-large": NoteKind("rank {rank} is more than {limit}", "Use adapters of a smaller rank."),
+    "rows-change": NoteKind("the number of rows changes from call to call"),
+    "too-many-rows": NoteKind("{rows} rows are more than {limit}"),
     "rows-too-short": NoteKind("rows of {length} values: it is for {limit} and more"),
     "head-widths": NoteKind(
         "heads of {queries} and {values}: they must be equal, a multiple of 8 and at most 256",

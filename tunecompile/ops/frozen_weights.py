@@ -58,6 +58,12 @@ class PackedWeights:
         """Return the W_i, dequantised by the first provider that accepts them."""
         return [dequantize_4bit.choose(arguments).run(*arguments) for arguments in self._arguments()]
 
+    def members(self) -> list:
+        """Return the weights as templates take them."""
+        from tunecompile.templates import nf4
+
+        return [nf4.Weight(*arguments[:6]) for arguments in self._arguments()]
+
     def refuse_bitsandbytes(self) -> str | None:
         """Return why the kernel of bitsandbytes does not dequantise all weights, or None."""
         refusals = (dequantize_4bit.refusals(arguments, None).get("bitsandbytes") for arguments in self._arguments())
@@ -126,9 +132,8 @@ class PackedWeights:
     def _write(self, out: Tensor, adapters: list | None, below: Tensor | None) -> Tensor:
         from tunecompile.templates import lora, nf4
 
-        members = [nf4.Weight(*arguments[:6]) for arguments in self._arguments()]
         nf4.dequantize_siblings(
-            members, self.columns, out, adapters or (), blocksize=self.blocksize, quant_type=self.quant_type
+            self.members(), self.columns, out, adapters or (), blocksize=self.blocksize, quant_type=self.quant_type
         )
         if below is not None:
             lora.append_rows(below, out, sum(self.rows))

@@ -18,6 +18,7 @@ from tunecompile.notes import Note, note
 from tunecompile.ops import fp8, lora, lora_nf4
 from tunecompile.ops.adapters.layout import on_diagonal, padded
 from tunecompile.ops.frozen_weights import FrozenWeights, PackedWeights
+from tunecompile.ops.packed import few_rows
 from tunecompile.ops.swiglu import gated_activation, gated_activation_backward
 
 __all__ = ["lora_mlp", "lora_mlp_backward"]
@@ -134,6 +135,28 @@ def _refuse(x, weights, packed, a, b, activation) -> Note | None:
     if not all(p.is_contiguous() for p in packed) or not all(m.stride(-1) == 1 for m in (*weights, *a, *b)):
         return note("not-contiguous", "weights or adapters are")
     return None if all(w.dtype == x.dtype for w in weights) else note("dtypes-differ", "weights and activations")
+
+
+def _refuse_few(x, packed, a, b, rows, blocksize) -> Note | None:
+    if not packed:
+        return note("arguments-not-supported")
+    pieces = ((WIDE, x.shape[-1]), (DOWN, inner_width(rows)))
+    found = (few_rows.refuse(x, k, packed[of], rows[of], blocksize, a[of], b[of]) for of, k in pieces)
+    return next((reason for reason in found if reason), None)
+
+
+@lora_mlp.provider("few_rows", because=few_rows.BECAUSE, refuses=_refuse_few)
+def _(*, x, weights, a, b, scales, rows, blocksize, quant_type, activation, used, **packed):
+    """Two launches for gate and up, two for down, and the activation between them."""
+    inner = inner_width(rows)
+    whole = PackedWeights(**packed, rows=rows, blocksize=blocksize, quant_type=quant_type, columns=0, dtype=x.dtype)
+    tokens = x.reshape(-1, x.shape[-1]).contiguous()
+    gate_up, xa = few_rows.product(tokens, whole.part(WIDE, x.shape[-1]), a[WIDE], b[WIDE], scales[WIDE])
+    if not (used[0] or used[3]):
+        return None, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, None
+    act = gated_activation.reference(*gate_up.split(inner, -1), activation).contiguous()
+    y, xa_down = few_rows.product(act, whole.part(DOWN, inner), a[DOWN], b[DOWN], scales[DOWN])
+    return y.reshape(*x.shape[:-1], rows[-1]), gate_up.reshape(*x.shape[:-1], 2 * inner), xa, xa_down
 
 
 @lora_mlp.provider(

@@ -26,6 +26,7 @@ from tunecompile.ops.lora import (
     with_xa,
 )
 from tunecompile.ops.nf4 import BITSANDBYTES
+from tunecompile.ops.packed import few_rows
 
 __all__ = ["lora_linear_nf4", "lora_linear_nf4_backward"]
 
@@ -93,6 +94,20 @@ def lora_linear_nf4(
     """
     weights = _packed(x, packed, absmax, code, scale, offset, rows, blocksize, quant_type).reference()
     return lora_linear.reference(x, inputs, weights, biases, a, b, scales, dtype)
+
+
+def _refuse_few(x, inputs, packed, a, b, dtype, rows, blocksize) -> Note | None:
+    if inputs or dtype != x.dtype:
+        return note("arguments-not-supported")
+    return few_rows.refuse(x, x.shape[-1], packed, rows, blocksize, a, b)
+
+
+@lora_linear_nf4.provider("few_rows", because=few_rows.BECAUSE, refuses=_refuse_few)
+def _(*, x, inputs, biases, a, b, scales, dtype, **packed):
+    """Two launches for all siblings, adapters included."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    y, xa = few_rows.product(rows, _packed(x, **packed), a, b, scales)
+    return finish(y, x, biases), xa
 
 
 @lora_linear_nf4.provider(

@@ -1,0 +1,296 @@
+"""The two kernels: products of parts of the columns, and their sums with what adapters add."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._nf4_kernel import block_scale
+from .unpack import levels_of
+
+__all__ = ["finish_kernel", "product_kernel"]
+
+
+@triton.jit
+def _times_weight(
+    tile,  # of the weight's rows
+    x,
+    packed,
+    absmax,
+    code,
+    scale,
+    offset,
+    parts,
+    column,
+    part,
+    rows,
+    columns,
+    K: tl.constexpr,
+    LENGTH: tl.constexpr,
+    BLOCKSIZE: tl.constexpr,
+    ABSMAX_BLOCK: tl.constexpr,
+    NESTED: tl.constexpr,
+    FP4: tl.constexpr,
+    PERMUTE: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    n = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    there = (row < rows)[None, :]
+    begin = part * LENGTH
+    words = (
+        packed.to(tl.pointer_type(tl.int32), bitcast=True) + n[:, None] * (K // 8) + tl.arange(0, STEP // 8)[None, :]
+    )
+    block = n * (K // BLOCKSIZE)
+    x += row[None, :].to(tl.int64) * K + tl.arange(0, 64)[:, None]
+    total = tl.zeros([TILE, ROWS], tl.float32)
+    for k in range(begin, begin + LENGTH, STEP):
+        levels = levels_of(tl.load(words + k // 8), FP4, PERMUTE).to(x.dtype.element_ty)
+        x0 = tl.load(x + k, mask=there, other=0.0)
+        x1 = tl.load(x + k + 64, mask=there, other=0.0)
+        # [TILE, block, thread, its half, e, h, j] in the order of the product's columns
+        levels = tl.reshape(levels, [TILE, 2, 4, 2, 2, 2, 2])
+        levels = tl.reshape(tl.permute(levels, (0, 3, 6, 5, 2, 4, 1)), [TILE, 64, 2])
+        w0, w1 = tl.split(levels)
+        at = block + k // BLOCKSIZE
+        s0 = block_scale(absmax, code, scale, offset, at, at >= 0, NESTED, ABSMAX_BLOCK)
+        s1 = s0
+        if BLOCKSIZE == 64:
+            s1 = block_scale(absmax, code, scale, offset, at + 1, at >= 0, NESTED, ABSMAX_BLOCK)
+        total += s0[:, None] * tl.dot(w0, x0)
+        total += s1[:, None] * tl.dot(w1, x1)
+    out = parts + (part * rows + row).to(tl.int64)[None, :] * columns + column + tl.arange(0, TILE)[:, None]
+    tl.store(out, total, mask=there)
+
+
+@triton.jit
+def _times_adapters(
+    x,
+    a0,
+    a1,
+    a2,
+    xa,
+    part,
+    rows,
+    K: tl.constexpr,
+    LENGTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    RANK0: tl.constexpr,
+    RANK1: tl.constexpr,
+    RANK2: tl.constexpr,
+    RANKS_POW2: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row, rank = tl.arange(0, ROWS), tl.arange(0, RANKS_POW2)
+    there = (row < rows)[None, :]
+    second = rank - RANK0
+    third = second - RANK1
+    column = tl.arange(0, 64)
+    narrow = tl.zeros([RANKS_POW2, ROWS], tl.float32)
+    for begin in tl.range(part * LENGTH, part * LENGTH + LENGTH, 64, num_stages=1):
+        k = begin + column
+        a = tl.load(a0 + rank[:, None] * K + k[None, :], mask=(second < 0)[:, None], other=0.0).to(tl.float32)
+        if COUNT > 1:
+            mine = (second >= 0) & (third < 0)
+            a += tl.load(a1 + second[:, None] * K + k[None, :], mask=mine[:, None], other=0.0).to(tl.float32)
+        if COUNT > 2:
+            mine = (third >= 0) & (third < RANK2)
+            a += tl.load(a2 + third[:, None] * K + k[None, :], mask=mine[:, None], other=0.0).to(tl.float32)
+        wide = tl.load(x + row[None, :].to(tl.int64) * K + k[:, None], mask=there, other=0.0)
+        narrow += tl.dot(a.to(x.dtype.element_ty), wide)
+    RANKS: tl.constexpr = RANK0 + RANK1 + RANK2
+    out = xa + (part * rows + row)[None, :] * RANKS + rank[:, None]
+    tl.store(out, narrow, mask=there & (rank < RANKS)[:, None])
+
+
+@triton.jit
+def product_kernel(
+    x,  # [rows, K], the columns of each 64 in the order of `in_order`
+    plain,  # [rows, K]
+    packed0,
+    absmax0,
+    code0,
+    scale0,
+    offset0,
+    tiles0,  # programs of this weight and of those before it
+    packed1,
+    absmax1,
+    code1,
+    scale1,
+    offset1,
+    tiles1,
+    packed2,
+    absmax2,
+    code2,
+    scale2,
+    offset2,
+    tiles2,
+    a0,  # LoRA's A of each weight, [RANK, K]
+    a1,
+    a2,
+    parts,  # [PARTS, rows, columns]
+    xa,  # [PARTS, rows, RANKS]
+    rows,
+    columns,
+    K: tl.constexpr,
+    LENGTH: tl.constexpr,  # columns of a part
+    BLOCKSIZE: tl.constexpr,
+    ABSMAX_BLOCK: tl.constexpr,
+    NESTED: tl.constexpr,
+    FP4: tl.constexpr,
+    COUNT: tl.constexpr,
+    RANK0: tl.constexpr,
+    RANK1: tl.constexpr,
+    RANK2: tl.constexpr,
+    RANKS_POW2: tl.constexpr,
+    PERMUTE: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (tile of a weight's rows, part of the columns). The last tile multiplies by the adapters' A."""
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    column = tile * TILE
+    if tile < tiles0:
+        _times_weight(
+            tile,
+            x,
+            packed0,
+            absmax0,
+            code0,
+            scale0,
+            offset0,
+            parts,
+            column,
+            part,
+            rows,
+            columns,
+            K,
+            LENGTH,
+            BLOCKSIZE,
+            ABSMAX_BLOCK,
+            NESTED,
+            FP4,
+            PERMUTE,
+            TILE,
+            STEP,
+            ROWS,
+        )
+    if COUNT > 1:
+        if (tile >= tiles0) & (tile < tiles1):
+            _times_weight(
+                tile - tiles0,
+                x,
+                packed1,
+                absmax1,
+                code1,
+                scale1,
+                offset1,
+                parts,
+                column,
+                part,
+                rows,
+                columns,
+                K,
+                LENGTH,
+                BLOCKSIZE,
+                ABSMAX_BLOCK,
+                NESTED,
+                FP4,
+                PERMUTE,
+                TILE,
+                STEP,
+                ROWS,
+            )
+    if COUNT > 2:
+        if (tile >= tiles1) & (tile < tiles2):
+            _times_weight(
+                tile - tiles1,
+                x,
+                packed2,
+                absmax2,
+                code2,
+                scale2,
+                offset2,
+                parts,
+                column,
+                part,
+                rows,
+                columns,
+                K,
+                LENGTH,
+                BLOCKSIZE,
+                ABSMAX_BLOCK,
+                NESTED,
+                FP4,
+                PERMUTE,
+                TILE,
+                STEP,
+                ROWS,
+            )
+    if tile >= tiles2:
+        _times_adapters(plain, a0, a1, a2, xa, part, rows, K, LENGTH, COUNT, RANK0, RANK1, RANK2, RANKS_POW2, ROWS)
+
+
+@triton.jit
+def finish_kernel(
+    parts,  # [PARTS, rows, columns]
+    xa,  # [PARTS, rows, RANKS]
+    b0,  # LoRA's B of each weight, [its rows, RANK], unit column stride
+    stride0,
+    tiles0,
+    b1,
+    stride1,
+    tiles1,
+    b2,
+    stride2,
+    out,  # [rows, columns]
+    projected,  # [rows, RANKS]
+    rows,
+    columns,
+    PARTS: tl.constexpr,
+    COUNT: tl.constexpr,
+    RANK0: tl.constexpr,
+    RANK1: tl.constexpr,
+    RANK2: tl.constexpr,
+    FACTOR0: tl.constexpr,
+    FACTOR1: tl.constexpr,
+    FACTOR2: tl.constexpr,
+    RANKS_POW2: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A tile of columns of the sum of the parts, and of the adapters: FACTOR (sum of xa) B^T."""
+    tile = tl.program_id(0)
+    RANKS: tl.constexpr = RANK0 + RANK1 + RANK2
+    row, rank = tl.arange(0, ROWS), tl.arange(0, RANKS_POW2)
+    there = (row < rows)[None, :]
+    n = tl.arange(0, TILE)
+    column = (tile * TILE + n)[:, None]
+    inside = there & (rank < RANKS)[:, None]
+    total = tl.zeros([TILE, ROWS], tl.float32)
+    narrow = tl.zeros([RANKS_POW2, ROWS], tl.float32)
+    for part in range(PARTS):
+        at = (part * rows + row)[None, :]
+        total += tl.load(parts + at.to(tl.int64) * columns + column, mask=there, other=0.0)
+        narrow += tl.load(xa + at * RANKS + rank[:, None], mask=inside, other=0.0)
+    # Each weight's tiles read their own adapter, beside zeros for the others'
+    mine = rank < tl.where(tile < tiles0, RANK0, 0)
+    where = (tile * TILE + n).to(tl.int64)[:, None] * stride0 + rank[None, :]
+    wide = FACTOR0 * tl.load(b0 + where, mask=mine[None, :], other=0.0).to(tl.float32)
+    if COUNT > 1:
+        mine = (rank >= RANK0) & (rank < tl.where((tile >= tiles0) & (tile < tiles1), RANK0 + RANK1, 0))
+        where = ((tile - tiles0) * TILE + n).to(tl.int64)[:, None] * stride1 + (rank - RANK0)[None, :]
+        wide += FACTOR1 * tl.load(b1 + where, mask=mine[None, :], other=0.0).to(tl.float32)
+    if COUNT > 2:
+        mine = (rank >= RANK0 + RANK1) & (rank < tl.where(tile >= tiles1, RANKS, 0))
+        where = ((tile - tiles1) * TILE + n).to(tl.int64)[:, None] * stride2 + (rank - RANK0 - RANK1)[None, :]
+        wide += FACTOR2 * tl.load(b2 + where, mask=mine[None, :], other=0.0).to(tl.float32)
+    narrow = narrow.to(out.dtype.element_ty)
+    total += tl.dot(wide.to(out.dtype.element_ty), narrow)
+    tl.store(out + row.to(tl.int64)[None, :] * columns + column, total, mask=there)
+    if tile == 0:
+        tl.store(projected + row[None, :] * RANKS + rank[:, None], narrow, mask=inside)
