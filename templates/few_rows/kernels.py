@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._nf4_kernel import block_scale
+from .._nf4_kernel import scale_of
 from .unpack import levels_of
 
 __all__ = ["finish_kernel", "product_kernel"]
@@ -43,10 +43,19 @@ def _times_weight(
     words = (
         packed.to(tl.pointer_type(tl.int32), bitcast=True) + n[:, None] * (K // 8) + tl.arange(0, STEP // 8)[None, :]
     )
-    block = n * (K // BLOCKSIZE)
+    block = n * (K // BLOCKSIZE) + begin // BLOCKSIZE
+    last = n * (K // BLOCKSIZE) + (begin + LENGTH - 1) // BLOCKSIZE
     x += row[None, :].to(tl.int64) * K + tl.arange(0, 64)[:, None]
     total = tl.zeros([TILE, ROWS], tl.float32)
+    # Scales of the next step are loaded before this step's arithmetic: nothing else hides how long they take
+    first = tl.load(absmax + block)
+    second = tl.load(absmax + tl.minimum(block + 1, last)) if BLOCKSIZE == 64 else first
     for k in range(begin, begin + LENGTH, STEP):
+        following = tl.minimum(n * (K // BLOCKSIZE) + (k + STEP) // BLOCKSIZE, last)
+        next_first = tl.load(absmax + following)
+        next_second = tl.load(absmax + tl.minimum(following + 1, last)) if BLOCKSIZE == 64 else next_first
+        s0 = scale_of(first, code, scale, offset, block, NESTED, ABSMAX_BLOCK)
+        s1 = scale_of(second, code, scale, offset, block + 1, NESTED, ABSMAX_BLOCK) if BLOCKSIZE == 64 else s0
         levels = levels_of(tl.load(words + k // 8), FP4, PERMUTE).to(x.dtype.element_ty)
         x0 = tl.load(x + k, mask=there, other=0.0)
         x1 = tl.load(x + k + 64, mask=there, other=0.0)
@@ -54,13 +63,9 @@ def _times_weight(
         levels = tl.reshape(levels, [TILE, 2, 4, 2, 2, 2, 2])
         levels = tl.reshape(tl.permute(levels, (0, 3, 6, 5, 2, 4, 1)), [TILE, 64, 2])
         w0, w1 = tl.split(levels)
-        at = block + k // BLOCKSIZE
-        s0 = block_scale(absmax, code, scale, offset, at, at >= 0, NESTED, ABSMAX_BLOCK)
-        s1 = s0
-        if BLOCKSIZE == 64:
-            s1 = block_scale(absmax, code, scale, offset, at + 1, at >= 0, NESTED, ABSMAX_BLOCK)
         total += s0[:, None] * tl.dot(w0, x0)
         total += s1[:, None] * tl.dot(w1, x1)
+        first, second, block = next_first, next_second, following
     out = parts + (part * rows + row).to(tl.int64)[None, :] * columns + column + tl.arange(0, TILE)[:, None]
     tl.store(out, total, mask=there)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -176,3 +178,82 @@ def output_of(model: Any, sequences: Tensor, scores: tuple | None, logits: tuple
         grown.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
     name = next(name for name in CACHES if name in inspect.signature(GenerateDecoderOnlyOutput).parameters)
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{name: grown})
+
+
+class IndexRead(TypeError):
+    """A layer's code depends on its number, and so cannot serve another layer."""
+
+
+class _Unread:
+    """What stands in `layer_idx` while a layer is compiled for all layers: it can be handed on, and not be read."""
+
+    def _refuse(self, *_: object) -> Any:
+        raise IndexRead("a layer's code depends on its number")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __index__ = __int__ = __float__ = __bool__ = (
+        _refuse
+    )
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __floordiv__ = _refuse
+
+
+_UNREAD = _Unread()
+
+
+@functools.cache
+def _class_of_one_layer() -> type:
+    """A cache whose methods have one layer's part, whichever index they are given."""
+    from transformers.cache_utils import Cache
+
+    def method(own: Callable, at: int) -> Callable:
+        def of_the_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if "layer_idx" in kwargs:
+                return own(self, *args, **{**kwargs, "layer_idx": 0})
+            return own(self, *args[:at], 0, *args[at + 1 :], **kwargs)
+
+        return of_the_layer
+
+    methods = {}
+    for name, own in vars(Cache).items():
+        names = list(inspect.signature(own).parameters) if inspect.isfunction(own) and name[0] != "_" else []
+        if "layer_idx" in names:
+            methods[name] = method(own, names.index("layer_idx") - 1)
+    return type("OneLayer", (Cache,), methods)
+
+
+class LayerParts:
+    """A cache, one layer's part after the other, and the layers whose parts they are: no part knows its number.
+
+    Code that is compiled for one layer so serves all. A layer whose code does read its number cannot be compiled.
+    """
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+        self.parts = [_class_of_one_layer()(layers=[layer]) for layer in cache.layers]
+        self.owners: dict[int, list[dict[str, Any]]] = {}  #: id of a layer -> of its modules that have the index
+
+    def of(self, layer: nn.Module) -> int | None:
+        """The number of a layer's part; None where it has none."""
+        held = self.owners.get(id(layer))
+        if held is None:
+            held = [vars(module) for module in layer.modules() if isinstance(vars(module).get("layer_idx"), int)]
+            self.owners[id(layer)] = held
+        numbers = {each["layer_idx"] for each in held}
+        return numbers.pop() if len(numbers) == 1 and max(numbers) < len(self.parts) else None
+
+    @contextlib.contextmanager
+    def alone(self, layer: nn.Module, number: int) -> Iterator[None]:
+        """Inside, no module of the layer knows its number."""
+        held = self.owners[id(layer)]
+        try:
+            for each in held:
+                each["layer_idx"] = _UNREAD
+            yield
+        finally:
+            for each in held:
+                each["layer_idx"] = number
+
+    def tensors(self, number: int) -> Iterator[Tensor]:
+        """The memory of a layer's part."""
+        for value in vars(self.cache.layers[number]).values():
+            held = value.values() if isinstance(value, dict) else [value]
+            yield from (each for each in held if isinstance(each, Tensor))

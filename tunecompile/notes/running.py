@@ -122,6 +122,7 @@ REASONS = {
     ),
     "loop-computes-loss": NoteKind("the loop computes the loss"),
     "package-computes-loss": NoteKind("{subject} replaced the model's forward and computes the loss"),
+    "layer-number-read": NoteKind("its code depends on its number among the layers, in generate()"),
     # why transformers' own loop generates
     "generation-argument": NoteKind("{subject} was given"),
     "generation-mode": NoteKind("{subject} is requested", "Greedy search and sampling are recorded."),

@@ -65,6 +65,7 @@ class Step:
     unverified: bool = False  #: whether the first training step is going to be verified
     #: whether the forward under way gives scores of labelled tokens, and no logits
     scores_tokens: bool = of_thread(False)
+    rollout: Any = of_thread(None)  # noqa: RUF009 #: what runs the layers of a rollout's step that is under way
     repeats: bool = of_thread(False)  #: whether the owner's call is made once more, as it was
     makes_cache: bool = of_thread(False)  #: whether the model makes a cache: its masks follow from that
     drops_cache: bool = False  #: whether a cache that the model makes by default was ever kept from its layers

@@ -92,6 +92,8 @@ class LayerSlot(PlacedLayer):
         return self.paddings[self.step.evaluates and not in_backward()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (rollout := self.step.rollout) is not None:
+            return rollout.call(self, args, kwargs)
         self.called = True
         output = self._run(args, kwargs)
         if self.variant is None or not self.variant.unread:

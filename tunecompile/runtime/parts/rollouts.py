@@ -13,17 +13,18 @@ class Rollouts(Part):
     """The slot in `generate` of the model below adapters."""
 
     def __init__(self) -> None:
-        self.loop = Loop()
+        self.loop: Loop | None = None
         self.slot: GenerateSlot | None = None
 
     def attach(self, state: State) -> None:
         base = state.base()
         if state.settings.generate and state.stacks and generates(base):
+            self.loop = Loop(state)
             self.slot = GenerateSlot(base, self.loop)
 
     def notes(self, state: State) -> list[Note]:
         """How often it ran, and why it did not."""
-        return self.loop.notes()
+        return [] if self.loop is None else self.loop.notes()
 
     def detach(self, state: State) -> None:
         if self.slot is not None:

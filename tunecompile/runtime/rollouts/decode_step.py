@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,17 +60,21 @@ class DecodeStep:
         rows: the tokens.
         choice: of the next ones, if it is recorded with the forward.
         length: of the cache.
+        layers: makes a context in which the layers run as those of a step.
     """
 
-    def __init__(self, model: Any, kwargs: dict[str, Any], rows: Rows, choice: Choice, length: int):
-        self.model, self.rows, self.choice = model, rows, choice
+    def __init__(
+        self, model: Any, kwargs: dict[str, Any], rows: Rows, choice: Choice, length: int, layers: Callable[[], Any]
+    ):
+        self.model, self.rows, self.choice, self.layers = model, rows, choice, layers
         self.kwargs, self.mask, self.positions = fixed_inputs(kwargs, length)
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Return logits and scores, fp32 [rows, V] each; these are the logits where the host computes scores."""
         rows = self.rows
         inputs = self.model.prepare_inputs_for_generation(rows.last, next_sequence_length=1, **self.kwargs)
-        logits = self.model(**inputs, return_dict=True).logits[:, -1].float()
+        with self.layers():
+            logits = self.model(**inputs, return_dict=True).logits[:, -1].float()
         scores = logits
         if self.choice.recorded:
             scores = self.choice.scores(rows.tokens, logits, rows.at)

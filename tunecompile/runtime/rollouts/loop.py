@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import Tensor
 from tunecompile.integrations import generation
 from tunecompile.notes import Note, note
 from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
+from tunecompile.runtime.model_state import State
 from tunecompile.runtime.rollouts.choice import Choice
+from tunecompile.runtime.rollouts.decode_layers import DecodeLayers
 from tunecompile.runtime.rollouts.decode_step import DecodeStep, Rows
 
 log = logging.getLogger("tunecompile")
@@ -28,7 +31,8 @@ ROUND = 64  #: tokens to which the length of a cache is rounded: attention is fa
 class Loop:
     """Generates by greedy search or by sampling, with a recording of the step that makes one token of each row."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: State) -> None:
+        self.state = weakref.ref(state)
         self.recorder: Recorder = CudaRecorder()
         self.left: dict[Note, None] = {}  #: why transformers' own loop ran
         self.refused: Note | None = None  #: why steps are not recorded
@@ -69,6 +73,23 @@ class Loop:
             return logits, scores
 
         return replay
+
+    def decoding(self, cache: Any, length: int) -> Callable[[], contextlib.AbstractContextManager]:
+        """Makes contexts in which layers run as those of a step. (Adapters may have come since the last one.)"""
+        state = self.state()
+        assert state is not None  # its model generates
+        state.follow(state.slots)
+        layers, step = DecodeLayers(cache, length), state.step
+
+        @contextlib.contextmanager
+        def inside() -> Iterator[None]:
+            step.rollout = layers
+            try:
+                yield
+            finally:
+                step.rollout = None
+
+        return inside
 
     def notes(self) -> list[Note]:
         """For the report."""
@@ -123,7 +144,8 @@ class _Run:
         self._choose(output.logits[:, -1].to(copy=True, dtype=torch.float32), at)
         del output  # logits of the whole prompt, in some models
         with self.model._optimize_model_for_decode():
-            at = self._steps(DecodeStep(self.model, kwargs, rows, self.choice, self.length), at + 1)
+            layers = self.loop.decoding(self.cache, self.length)
+            at = self._steps(DecodeStep(self.model, kwargs, rows, self.choice, self.length, layers), at + 1)
         at = min(at, int(rows.lengths.max()))
         self.loop.calls += 1
         self.loop.tokens += at - self.prompt.shape[1]

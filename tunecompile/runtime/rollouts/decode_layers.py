@@ -1,0 +1,70 @@
+"""Layers of a recorded step, by compiled code: one graph for each kind of layer, whatever its number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunecompile._torch.dynamo import is_compiling, mark_dynamic
+from tunecompile._torch.modules import call_original
+from tunecompile.integrations.generation import IndexRead, LayerParts
+from tunecompile.integrations.transformers import is_cache
+from tunecompile.notes import note
+from tunecompile.runtime.layers.dynamic_shapes import tensors_in
+from tunecompile.runtime.layers.layer_slot import LayerSlot
+from tunecompile.runtime.layers.region import CallKind
+
+ROLLOUT = "rollout"  #: in place of a plan
+
+
+class DecodeLayers:
+    """Runs the layers of one step.
+
+    The number of rows is a constant of the code, as products of few rows have it; the length of the cache is a symbol.
+
+    Args:
+        cache: in fixed memory, which the prompt has filled.
+        length: of it, in tokens.
+    """
+
+    def __init__(self, cache: Any, length: int):
+        self.parts, self.length = LayerParts(cache), length
+        self.eager: set[int] = set()  #: ids of regions whose layers run by their own code
+        for number in range(len(self.parts.parts)):
+            for tensor in self.parts.tensors(number):
+                # Dynamo would guard on the very tensor, and so compile each layer anew
+                vars(tensor).pop("_dynamo_static_input_type", None)
+                self._mark(tensor)
+
+    def _mark(self, tensor: Tensor) -> None:
+        dims = [dim for dim, size in enumerate(tensor.shape) if size == self.length]
+        if dims and tensor.dim() == 4:
+            mark_dynamic(tensor, dims)
+
+    def call(self, slot: LayerSlot, args: tuple, kwargs: dict) -> Any:
+        """The output of a layer."""
+        number, layer, given = self.parts.of(slot.layer), slot.layer, (args, kwargs)
+        if number is None or id(slot.region) in self.eager or is_compiling() or not slot.stays:
+            return call_original(layer, *args, **kwargs)
+        part = self.parts.parts[number]
+        args = tuple(part if is_cache(value) else value for value in args)
+        kwargs = {name: part if is_cache(value) else value for name, value in kwargs.items()}
+        tensors = list(tensors_in(args, kwargs))
+        for _, tensor in tensors:
+            self._mark(tensor)
+        region = slot.region
+        setting = (torch.is_grad_enabled(), region.classes.version, slot.switched_off.active)
+        shapes = ((where, t.dtype, tuple(0 if n == self.length else n for n in t.shape)) for where, t in tensors)
+        variant = region.scoring(CallKind(setting, tuple(shapes)), way=ROLLOUT)
+        before = [] if variant.ran else [(each, each.clone()) for each in self.parts.tensors(number)]
+        try:
+            with self.parts.alone(layer, number):
+                return variant.call(layer, *args, **kwargs)
+        except IndexRead:
+            for tensor, value in before:
+                tensor.copy_(value)
+            region.refused[note("layer-number-read")] += 1
+            self.eager.add(id(region))
+            return call_original(layer, *given[0], **given[1])
