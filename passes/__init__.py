@@ -44,6 +44,7 @@ PIPELINE = [
     recognize.document_attention,
     recognize.attention,  # what is left of it, under masks that are not of documents
     recognize.causal_attention,  # what torch has no fast kernel for, without a mask
+    recognize.one_query_attention,  # over a cache
     recognize.experts,
     recognize.expert_rows,
     recognize.expert_biases,

@@ -33,7 +33,7 @@ def code_value(i, FP4: tl.constexpr):
 def scale_of(
     value, absmax_code, absmax_scale, absmax_offset, block, NESTED: tl.constexpr, ABSMAX_BLOCK: tl.constexpr, mask=None
 ):
-    """The fp32 scales of blocks ``block``, decoded from their ``value`` where they are double-quantised (``NESTED``)."""
+    """The fp32 scales of blocks ``block``, from their ``value``, which may be double-quantised (``NESTED``)."""
     if NESTED:
         code = tl.load(absmax_code + value.to(tl.int32))
         scale = tl.load(absmax_scale + block // ABSMAX_BLOCK, mask=mask)

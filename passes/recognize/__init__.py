@@ -2,6 +2,7 @@
 
 from tunecompile.passes.recognize.add_rms_norm import PASS as add_rms_norm
 from tunecompile.passes.recognize.attention import PASS as attention
+from tunecompile.passes.recognize.causal_attention import ONE_QUERY as one_query_attention
 from tunecompile.passes.recognize.causal_attention import PASS as causal_attention
 from tunecompile.passes.recognize.document_attention import PASS as document_attention
 from tunecompile.passes.recognize.dora import PASS as dora
@@ -43,6 +44,7 @@ __all__ = [
     "lora_mlp",
     "lora_nf4",
     "nf4",
+    "one_query_attention",
     "rms_norm",
     "rope",
     "sort_keys",

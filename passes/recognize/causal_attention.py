@@ -1,9 +1,11 @@
 """Causal attention of heads that are wider than vendors' fused kernels take, where blocks of queries are faster.
 
-torch has a slow kernel for these, or none: "efficient" (`compiler.attention_backend` measures both)."""
+torch has a slow kernel for these, or none: "efficient" (`compiler.attention_backend` measures both). And attention of
+one query a row over a cache, for which torch repeats the heads of keys and values."""
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
@@ -11,12 +13,14 @@ from tunecompile.compiler.attention_backend import takes_blocks
 from tunecompile.compiler.attention_calls import attention_arguments, unrepeated_pair, views_behind
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
+from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
-from tunecompile.ops import causal_attention
+from tunecompile.ops import causal_attention, one_query_attention
 
-__all__ = ["PASS"]
+__all__ = ["ONE_QUERY", "PASS"]
 
 _FAMILY = "causal_attention"
+_ONE = "one_query_attention"
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -52,4 +56,47 @@ def _rewrite(graph: Graph, node: Node) -> str | None:
     return replace(graph, (node,), in_blocks, {"query": call.query, "key": key, "values": val})
 
 
+def _one_query(graph: Graph, context: Context) -> None:
+    tally = MatchCount(_ONE)
+    for node in list(graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)):
+        call, made = attention_arguments(node), value(node)
+        if made.dim() != 4 or not isinstance(made.shape[2], int) or made.shape[2] != 1 or call.mask is None:
+            continue
+        if reason := _over_cache(graph, node):
+            tally.refuse(f"{_ONE}: {reason}{where_from(node)}")
+            continue
+        erase_dead(graph, [node, *views_behind(call.key), *views_behind(call.value)])
+        tally.rewrote(f"{_ONE}{where_from(node)}")
+    if tally.found:
+        context.tallies.append(tally)
+
+
+def _over_cache(graph: Graph, node: Node) -> str | None:
+    call, dtype = attention_arguments(node), value(node).dtype
+    key, val = unrepeated_pair(call)
+    q, k, v, mask = (value(each) for each in (call.query, key, val, call.mask))
+    if any(x.requires_grad for x in (q, k, v)) or call.dropout:
+        return "it has a backward, or dropout"
+    if mask.dtype != torch.bool or mask.dim() != 4 or [str(n) for n in mask.shape[1:3]] != ["1", "1"]:
+        return "a mask that is not one of bools for all heads"
+    rows, heads, _, width = k.shape  # tokens may be symbols of their own, which the call has to be equal
+    if str((*v.shape[:2], v.shape[3], q.shape[0], q.shape[3])) != str((rows, heads, width, rows, width)):
+        return "queries, keys and values differ in rows, heads or width"
+    if q.shape[1] % heads:
+        return "heads of keys do not divide those of queries"
+    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    if not isinstance(scale, (int, float)):
+        return "a scale that is a tensor"
+    if is_disturbed(first_of(graph, {node, *views_behind(call.key), *views_behind(call.value)}), node):
+        return DISTURBED
+    casts = any(x.dtype != dtype for x in (q, k, v))
+
+    def over_cache(query: Any, key: Any, values: Any, mask: Any) -> Any:
+        rows = [x.to(dtype) for x in (query, key, values)] if casts else (query, key, values)  # as autocast would
+        return one_query_attention(*rows, mask, scale)
+
+    return replace(graph, (node,), over_cache, {"query": call.query, "key": key, "values": val, "mask": call.mask})
+
+
 PASS = Pass(_FAMILY, "recognize", run, provides=frozenset({_FAMILY}))
+ONE_QUERY = Pass(_ONE, "recognize", _one_query, provides=frozenset({_ONE}))

@@ -25,6 +25,14 @@ def _times_weight(
     part,
     rows,
     columns,
+    t0,
+    t1,
+    t2,
+    t3,
+    t4,
+    t5,
+    t6,
+    t7,
     K: tl.constexpr,
     LENGTH: tl.constexpr,
     BLOCKSIZE: tl.constexpr,
@@ -43,20 +51,21 @@ def _times_weight(
     words = (
         packed.to(tl.pointer_type(tl.int32), bitcast=True) + n[:, None] * (K // 8) + tl.arange(0, STEP // 8)[None, :]
     )
-    block = n * (K // BLOCKSIZE) + begin // BLOCKSIZE
-    last = n * (K // BLOCKSIZE) + (begin + LENGTH - 1) // BLOCKSIZE
+    row_blocks = (tile * TILE + tl.arange(0, TILE)) * (K // BLOCKSIZE)  # 32 bits reach 2^37 weights
+    block = row_blocks + begin // BLOCKSIZE
+    last = row_blocks + (begin + LENGTH - 1) // BLOCKSIZE
     x += row[None, :].to(tl.int64) * K + tl.arange(0, 64)[:, None]
     total = tl.zeros([TILE, ROWS], tl.float32)
     # Scales of the next step are loaded before this step's arithmetic: nothing else hides how long they take
     first = tl.load(absmax + block)
     second = tl.load(absmax + tl.minimum(block + 1, last)) if BLOCKSIZE == 64 else first
     for k in range(begin, begin + LENGTH, STEP):
-        following = tl.minimum(n * (K // BLOCKSIZE) + (k + STEP) // BLOCKSIZE, last)
+        following = tl.minimum(row_blocks + (k + STEP) // BLOCKSIZE, last)
         next_first = tl.load(absmax + following)
         next_second = tl.load(absmax + tl.minimum(following + 1, last)) if BLOCKSIZE == 64 else next_first
         s0 = scale_of(first, code, scale, offset, block, NESTED, ABSMAX_BLOCK)
         s1 = scale_of(second, code, scale, offset, block + 1, NESTED, ABSMAX_BLOCK) if BLOCKSIZE == 64 else s0
-        levels = levels_of(tl.load(words + k // 8), FP4, PERMUTE).to(x.dtype.element_ty)
+        levels = levels_of(tl.load(words + k // 8), t0, t1, t2, t3, t4, t5, t6, t7, FP4, PERMUTE).to(x.dtype.element_ty)
         x0 = tl.load(x + k, mask=there, other=0.0)
         x1 = tl.load(x + k + 64, mask=there, other=0.0)
         # [TILE, block, thread, its half, e, h, j] in the order of the product's columns
@@ -139,6 +148,14 @@ def product_kernel(
     xa,  # [PARTS, rows, RANKS]
     rows,
     columns,
+    t0,  # of `tables_of`
+    t1,
+    t2,
+    t3,
+    t4,
+    t5,
+    t6,
+    t7,
     K: tl.constexpr,
     LENGTH: tl.constexpr,  # columns of a part
     BLOCKSIZE: tl.constexpr,
@@ -173,6 +190,14 @@ def product_kernel(
             part,
             rows,
             columns,
+            t0,
+            t1,
+            t2,
+            t3,
+            t4,
+            t5,
+            t6,
+            t7,
             K,
             LENGTH,
             BLOCKSIZE,
@@ -199,6 +224,14 @@ def product_kernel(
                 part,
                 rows,
                 columns,
+                t0,
+                t1,
+                t2,
+                t3,
+                t4,
+                t5,
+                t6,
+                t7,
                 K,
                 LENGTH,
                 BLOCKSIZE,
@@ -225,6 +258,14 @@ def product_kernel(
                 part,
                 rows,
                 columns,
+                t0,
+                t1,
+                t2,
+                t3,
+                t4,
+                t5,
+                t6,
+                t7,
                 K,
                 LENGTH,
                 BLOCKSIZE,

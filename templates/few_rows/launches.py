@@ -10,6 +10,7 @@ import triton
 from .._launch import launch, multiprocessors, next_power_of_2
 from ..nf4 import SIBLINGS, Weight
 from .kernels import finish_kernel, product_kernel
+from .unpack import tables_of
 
 __all__ = ["MAX_RANKS", "MAX_ROWS", "begin", "finish", "in_order"]
 
@@ -75,6 +76,7 @@ def begin(x, ordered, weights: Sequence[Weight], a, *, blocksize=64, quant_type=
         xa,
         rows,
         parts.shape[2],
+        *tables_of(quant_type),
         K=k,
         LENGTH=k // count,
         BLOCKSIZE=blocksize,

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .._nf4_kernel import code_value
 
-__all__ = ["levels_of"]
+__all__ = ["levels_of", "tables_of"]
 
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -28,43 +28,45 @@ def _bf16(value: float) -> int:
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
-def _four_levels(levels: Sequence[int], shift: int, outputs: Sequence[int]) -> str:
-    """PTX that unpacks four nibbles of a word, from bit `shift` on, to four bf16. Even elements are in high nibbles."""
+def tables_of(quant_type: str) -> list[int]:
+    """The bytes of the sixteen levels as eight int32: the low bytes of four levels each, then the high ones."""
+    levels = [_bf16(value) for value in (_FP4 if quant_type == "fp4" else _NF4)]
+    words = [[levels[i + j] >> shift & 255 for j in range(4)] for shift in (0, 8) for i in (0, 4, 8, 12)]
+    return [int.from_bytes(bytes(each), "little", signed=True) for each in words]
+
+
+def _four_levels(shift: int, outputs: Sequence[int]) -> list[str]:
+    """PTX that unpacks four nibbles of a word, $8, from bit `shift` on. Even elements are in high nibbles."""
     lines = [f"shr.u32 four, $8, {shift};" if shift else "mov.b32 four, $8;"]
     lines += ["and.b32 which, four, 0x7777;", "and.b32 upper, four, 0x8888;"]
     lines += ["shr.u32 upper, upper, 1;", "or.b32 upper, upper, 0x3210;"]  # bytes of the first or the second half
-    for name, of in (("low", 0), ("high", 8)):
-        tables = [sum((levels[i + j] >> of & 255) << 8 * j for j in range(4)) for i in (0, 4, 8, 12)]
-        lines += [f"prmt.b32 {name}, {tables[0]:#x}, {tables[1]:#x}, which;"]
-        lines += [f"prmt.b32 other, {tables[2]:#x}, {tables[3]:#x}, which;", f"prmt.b32 {name}, {name}, other, upper;"]
-    for order, pair in ((0x4051, outputs[:2]), (0x6273, outputs[2:])):
-        lines += [f"prmt.b32 both, low, high, {order:#x};", f"mov.b32 {{${pair[0]}, ${pair[1]}}}, both;"]
-    return "\n".join(lines)
+    for name, table in (("low", 9), ("high", 13)):
+        lines += [
+            f"prmt.b32 {name}, ${table}, ${table + 1}, which;",
+            f"prmt.b32 other, ${table + 2}, ${table + 3}, which;",
+        ]
+        lines += [f"prmt.b32 {name}, {name}, other, upper;"]
+    for order, (first, second) in ((0x4051, outputs[:2]), (0x6273, outputs[2:])):
+        lines += [f"prmt.b32 both, low, high, {order:#x};", f"mov.b32 {{${first}, ${second}}}, both;"]
+    return lines
 
 
-def _unpack(table: Sequence[float]) -> str:
-    """PTX that unpacks a word, $8, to eight bf16, $0 to $7."""
-    levels = [_bf16(value) for value in table]
-    registers = ".reg .b32 four, which, upper, low, high, other, both;"
-    return "{" + "\n".join([registers, _four_levels(levels, 0, range(4)), _four_levels(levels, 16, range(4, 8))]) + "}"
-
-
-UNPACK_NF4 = tl.constexpr(_unpack(_NF4))
-UNPACK_FP4 = tl.constexpr(_unpack(_FP4))
-EIGHT_OF_ONE = tl.constexpr(",".join(["=h"] * 8 + ["r"]))
+_REGISTERS = ".reg .b32 four, which, upper, low, high, other, both;"
+#: eight bf16, $0 to $7, of a word, $8, by the tables in $9 to $16. In one line, since Inductor quotes it in a source
+UNPACK = tl.constexpr(" ".join(["{", _REGISTERS, *_four_levels(0, range(4)), *_four_levels(16, range(4, 8)), "}"]))
+OPERANDS = tl.constexpr(",".join(["=h"] * 8 + ["r"] * 9))
 
 
 @triton.jit
-def levels_of(words, FP4: tl.constexpr, PERMUTE: tl.constexpr):
+def levels_of(words, t0, t1, t2, t3, t4, t5, t6, t7, FP4: tl.constexpr, PERMUTE: tl.constexpr):
     """The levels of words of 8 nibbles, [ROWS, WORDS], as bf16 [ROWS, WORDS, 2, 2, 2]: element 4 j + 2 h + e of a word
-    is at [e, h, j].
+    is at [e, h, j]. t0 to t7: of `tables_of`; they are arguments, since constants would be moved to registers anew.
     """
     if PERMUTE:
-        asm: tl.constexpr = UNPACK_FP4 if FP4 else UNPACK_NF4
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            asm,
-            EIGHT_OF_ONE,
-            [words],
+            UNPACK,
+            OPERANDS,
+            [words, t0, t1, t2, t3, t4, t5, t6, t7],
             dtype=(
                 tl.bfloat16,
                 tl.bfloat16,

@@ -5,7 +5,7 @@ Each function defines what its op computes. The backward is a separate op in the
 `tunecompile.op` documents how an op is made."""
 
 from tunecompile.ops.attention import document_mask, varlen_attention
-from tunecompile.ops.causal_attention import causal_attention
+from tunecompile.ops.causal_attention import causal_attention, one_query_attention
 from tunecompile.ops.dora import adapted_norm
 from tunecompile.ops.experts import (
     adapted_stack,
@@ -56,6 +56,7 @@ __all__ = [
     "lora_linear_nf4",
     "lora_mlp",
     "lora_mlp_tiled",
+    "one_query_attention",
     "rms_norm",
     "rope",
     "selective_scan",

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tunecompile._torch.card import AMPERE, older_than
 from tunecompile._torch.fake_tensors import size_hint
-from tunecompile.ir.op import Cost, op
-from tunecompile.notes import Note
+from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.notes import Note, note
 from tunecompile.ops.attention import refuse_attention
 
-__all__ = ["causal_attention", "causal_attention_backward"]
+__all__ = ["causal_attention", "causal_attention_backward", "one_query_attention"]
 
 SCORES = 32 << 20  #: that are in memory at a time
 QUERIES = 1024  #: of a block: its last keys are half masked, and each block adds to the gradients of all keys before it
@@ -253,3 +254,42 @@ def _(grad, q, k, v, scale, out0, out1):
 
 causal_attention.room = causal_attention_in_blocks.room = _room
 causal_attention_backward.room = causal_attention_in_blocks_backward.room = _backward_room
+
+
+@op(cost=Cost.MATMUL)
+def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """softmax(scale q k^T) v over the keys that a mask shows, with one query a row: a step of a rollout.
+
+    Args:
+        q: [B, H, 1, D], any floating dtype.
+        k: [B, K, L, D] in q's dtype, where the number of heads K divides H: each is shared by H / K heads of q.
+        v: as k.
+        mask: bool [B or 1, 1, 1, L], True where the query sees the key.
+        scale: of the scores, mostly 1 / sqrt(D).
+
+    Returns:
+        [B, H, 1, D], in q's dtype. It has no backward.
+    """
+    together = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
+    scores = (_wide(together) @ _wide(k).mT) * scale
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return (weights @ _wide(v)).to(q.dtype).flatten(1, 2).unsqueeze(2)
+
+
+def _refuse_one_query(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
+    if reason := refuse_gpu(q, k, v):
+        return reason
+    if older_than(q.device, AMPERE):
+        return note("gpu-before-ampere")
+    wide = q.shape[-1] > 256 or k.shape[-1] != v.shape[-1]
+    strided = any(x.stride(-1) != 1 for x in (q, k, v))
+    return note("arguments-not-supported") if wide or strided else None
+
+
+@one_query_attention.provider(
+    "split_keys", because="programs share the keys of a row, and read each once", refuses=_refuse_one_query
+)
+def _(q, k, v, mask, scale):
+    from tunecompile.templates.attention import one_query
+
+    return one_query.forward(q, k, v, mask, scale)

@@ -1,0 +1,148 @@
+"""Attention of one query a row over a cache of keys and values, whose tokens are split over programs.
+
+A row of a rollout has one query: heads and rows alone would leave most of a GPU idle. So each program takes a part of
+the keys of one head, for all queries that share it, and keeps a maximum, a sum and a weighted sum of values;
+`combine_kernel` joins them (Flash-Decoding: https://pytorch.org/blog/flash-decoding). Keys that the mask hides are not
+read."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .._launch import launch, next_power_of_2
+
+__all__ = ["forward"]
+
+PARTS = 8  #: of the keys, of each head and row
+STEP = 64  #: keys at once
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def part_kernel(
+    q,
+    k,
+    v,
+    mask,
+    sums,  # [rows, heads of keys, PARTS, GROUP, D]
+    tops,  # [rows, heads of keys, PARTS, 2, GROUP]: maxima in units of log 2, and sums
+    length,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    k_token,
+    v_row,
+    v_head,
+    v_token,
+    mask_row,
+    mask_token,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,  # heads of queries that share one of keys
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP_POW2: tl.constexpr,
+    D_POW2: tl.constexpr,
+):
+    """Program (row, head of keys, part)."""
+    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    g, d = tl.arange(0, GROUP_POW2), tl.arange(0, D_POW2)
+    mine = (g < GROUP)[:, None] & (d < D)[None, :]
+    query = tl.load(q + row * q_row + (head * GROUP + g)[:, None] * q_head + d[None, :], mask=mine, other=0.0)
+    k += row * k_row + head * k_head
+    v += row * v_row + head * v_head
+    each = tl.cdiv(tl.cdiv(length, PARTS), STEP) * STEP
+    top = tl.full([GROUP_POW2], -1.0e38, tl.float32)
+    total = tl.zeros([GROUP_POW2], tl.float32)
+    out = tl.zeros([GROUP_POW2, D_POW2], tl.float32)
+    for begin in range(part * each, tl.minimum(part * each + each, length), STEP):
+        token = begin + tl.arange(0, STEP)
+        seen = token < length
+        seen = tl.load(mask + row * mask_row + token * mask_token, mask=seen, other=0) != 0
+        if tl.max(seen.to(tl.int32), 0) > 0:
+            at = token.to(tl.int64)
+            there = seen[:, None] & (d < D)[None, :]
+            keys = tl.load(k + at[:, None] * k_token + d[None, :], mask=there, other=0.0)
+            values = tl.load(v + at[:, None] * v_token + d[None, :], mask=there, other=0.0)
+            scores = tl.dot(query, tl.trans(keys)) * (SCALE * LOG2E)
+            scores = tl.where(seen[None, :], scores, -1.0e38)
+            new = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.where(seen[None, :], tl.exp2(scores - new[:, None]), 0.0)
+            shrink = tl.exp2(top - new)
+            total = total * shrink + tl.sum(weights, 1)
+            out = out * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
+            top = new
+    place = (row * tl.num_programs(1) + head) * PARTS + part
+    tl.store(sums + place * GROUP * D + g[:, None] * D + d[None, :], out, mask=mine)
+    tl.store(tops + place * 2 * GROUP + g, top, mask=g < GROUP)
+    tl.store(tops + place * 2 * GROUP + GROUP + g, total, mask=g < GROUP)
+
+
+@triton.jit
+def combine_kernel(
+    sums,
+    tops,
+    out,  # [rows, heads, 1, D], contiguous
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,
+    D_POW2: tl.constexpr,
+):
+    """Program (row and head of keys, query of its group)."""
+    place, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part, d = tl.arange(0, PARTS), tl.arange(0, D_POW2)
+    at = (place * PARTS + part) * 2 * GROUP + g
+    top, total = tl.load(tops + at), tl.load(tops + at + GROUP)
+    share = tl.exp2(top - tl.max(top, 0))
+    there = (d < D)[None, :]
+    parts = tl.load(sums + ((place * PARTS + part) * GROUP + g)[:, None] * D + d[None, :], mask=there, other=0.0)
+    made = tl.sum(parts * share[:, None], 0) / tl.sum(total * share, 0)
+    tl.store(out + (place * GROUP + g) * D + d, made, mask=d < D)
+
+
+def forward(q, k, v, mask, scale):
+    """Attention of one query a row.
+
+    Args:
+        q: [B, H, 1, D], bf16 or fp16, unit stride in D.
+        k: [B, K, L, D], unit stride in D, where K divides H.
+        v: as k.
+        mask: bool [B or 1, 1, 1, L], where the query sees the key. A query that sees none gives NaN.
+        scale: of the scores.
+
+    Returns:
+        [B, H, 1, D], in q's dtype.
+    """
+    (rows, heads, _, width), shared = q.shape, q.shape[1] // k.shape[1]
+    sums = torch.empty(rows, k.shape[1], PARTS, shared, width, dtype=torch.float32, device=q.device)
+    tops = torch.empty(rows, k.shape[1], PARTS, 2, shared, dtype=torch.float32, device=q.device)
+    out = torch.empty(rows, heads, 1, width, dtype=q.dtype, device=q.device)
+    sizes = {"GROUP": shared, "D": width, "PARTS": PARTS, "D_POW2": max(16, next_power_of_2(width))}
+    launch(
+        part_kernel,
+        (rows, k.shape[1], PARTS),
+        q,
+        k,
+        v,
+        mask,
+        sums,
+        tops,
+        k.shape[2],
+        q.stride(0),
+        q.stride(1),
+        *k.stride()[:3],
+        *v.stride()[:3],
+        mask.stride(0) if mask.shape[0] > 1 else 0,
+        mask.stride(3),
+        SCALE=scale,
+        STEP=STEP,
+        GROUP_POW2=max(16, next_power_of_2(shared)),
+        **sizes,
+        num_warps=4,
+        num_stages=2,
+    )
+    launch(combine_kernel, (rows * k.shape[1], shared), sums, tops, out, **sizes, num_warps=1, num_stages=1)
+    return out
