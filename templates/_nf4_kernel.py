@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["block_scale", "code_value", "dequantize_kernel", "scale_of"]
+__all__ = ["block_scale", "code_value", "dequantize_kernel"]
 
 
 @triton.jit
@@ -30,26 +30,17 @@ def code_value(i, FP4: tl.constexpr):
 
 
 @triton.jit
-def scale_of(
-    value, absmax_code, absmax_scale, absmax_offset, block, NESTED: tl.constexpr, ABSMAX_BLOCK: tl.constexpr, mask=None
-):
-    """The fp32 scales of blocks ``block``, from their ``value``, which may be double-quantised (``NESTED``)."""
-    if NESTED:
-        code = tl.load(absmax_code + value.to(tl.int32))
-        scale = tl.load(absmax_scale + block // ABSMAX_BLOCK, mask=mask)
-        # fma(a, b, 0) is the rounded product, which no compiler may contract with the sum that follows.
-        return tl.fma(code, scale, tl.zeros_like(code)) + tl.load(absmax_offset)
-    else:
-        return value.to(tl.float32)
-
-
-@triton.jit
 def block_scale(
     absmax, absmax_code, absmax_scale, absmax_offset, block, mask, NESTED: tl.constexpr, ABSMAX_BLOCK: tl.constexpr
 ):
     """The fp32 scales of blocks ``block``, decoded where they are double-quantised (``NESTED``)."""
-    value = tl.load(absmax + block, mask=mask, other=0)
-    return scale_of(value, absmax_code, absmax_scale, absmax_offset, block, NESTED, ABSMAX_BLOCK, mask)
+    if NESTED:
+        code = tl.load(absmax_code + tl.load(absmax + block, mask=mask, other=0).to(tl.int32))
+        scale = tl.load(absmax_scale + block // ABSMAX_BLOCK, mask=mask, other=0.0)
+        # fma(a, b, 0) is the rounded product, which no compiler may contract with the sum that follows.
+        return tl.fma(code, scale, tl.zeros_like(code)) + tl.load(absmax_offset)
+    else:
+        return tl.load(absmax + block, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -5,10 +5,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._nf4_kernel import scale_of
 from .unpack import levels_of
 
 __all__ = ["finish_kernel", "product_kernel"]
+
+
+@triton.jit
+def _scale(
+    absmax,
+    code,
+    outer,
+    offset,
+    block,
+    NESTED: tl.constexpr,
+    ABSMAX_BLOCK: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+):
+    """The fp32 scales of blocks. outer: of double quantisation, one a row if ONE_SCALE; else where they are."""
+    value = tl.load(absmax + block)
+    if NESTED:
+        value = tl.load(code + value.to(tl.int32))
+        factor = outer if ONE_SCALE else tl.load(outer + block // ABSMAX_BLOCK)
+        return value * factor + tl.load(offset)
+    else:
+        return value.to(tl.float32)
 
 
 @triton.jit
@@ -51,30 +71,27 @@ def _times_weight(
     words = (
         packed.to(tl.pointer_type(tl.int32), bitcast=True) + n[:, None] * (K // 8) + tl.arange(0, STEP // 8)[None, :]
     )
-    row_blocks = (tile * TILE + tl.arange(0, TILE)) * (K // BLOCKSIZE)  # 32 bits reach 2^37 weights
-    block = row_blocks + begin // BLOCKSIZE
-    last = row_blocks + (begin + LENGTH - 1) // BLOCKSIZE
+    BLOCKS: tl.constexpr = K // BLOCKSIZE  # of a row
+    block = (tile * TILE + tl.arange(0, TILE)) * BLOCKS  # 32 bits reach 2^37 weights
+    ONE_SCALE: tl.constexpr = NESTED and ABSMAX_BLOCK % BLOCKS == 0  # for all blocks of a row
+    outer = tl.load(scale + block // ABSMAX_BLOCK) if ONE_SCALE else scale
     x += row[None, :].to(tl.int64) * K + tl.arange(0, 64)[:, None]
     total = tl.zeros([TILE, ROWS], tl.float32)
-    # Scales of the next step are loaded before this step's arithmetic: nothing else hides how long they take
-    first = tl.load(absmax + block)
-    second = tl.load(absmax + tl.minimum(block + 1, last)) if BLOCKSIZE == 64 else first
     for k in range(begin, begin + LENGTH, STEP):
-        following = tl.minimum(row_blocks + (k + STEP) // BLOCKSIZE, last)
-        next_first = tl.load(absmax + following)
-        next_second = tl.load(absmax + tl.minimum(following + 1, last)) if BLOCKSIZE == 64 else next_first
-        s0 = scale_of(first, code, scale, offset, block, NESTED, ABSMAX_BLOCK)
-        s1 = scale_of(second, code, scale, offset, block + 1, NESTED, ABSMAX_BLOCK) if BLOCKSIZE == 64 else s0
-        levels = levels_of(tl.load(words + k // 8), t0, t1, t2, t3, t4, t5, t6, t7, FP4, PERMUTE).to(x.dtype.element_ty)
+        levels = levels_of(tl.load(words + k // 8), t0, t1, t2, t3, t4, t5, t6, t7, FP4, PERMUTE)
         x0 = tl.load(x + k, mask=there, other=0.0)
         x1 = tl.load(x + k + 64, mask=there, other=0.0)
         # [TILE, block, thread, its half, e, h, j] in the order of the product's columns
-        levels = tl.reshape(levels, [TILE, 2, 4, 2, 2, 2, 2])
+        levels = tl.reshape(levels.to(x.dtype.element_ty), [TILE, 2, 4, 2, 2, 2, 2])
         levels = tl.reshape(tl.permute(levels, (0, 3, 6, 5, 2, 4, 1)), [TILE, 64, 2])
         w0, w1 = tl.split(levels)
+        at = block + k // BLOCKSIZE
+        s0 = _scale(absmax, code, outer, offset, at, NESTED, ABSMAX_BLOCK, ONE_SCALE)
+        s1 = s0
+        if BLOCKSIZE == 64:
+            s1 = _scale(absmax, code, outer, offset, at + 1, NESTED, ABSMAX_BLOCK, ONE_SCALE)
         total += s0[:, None] * tl.dot(w0, x0)
         total += s1[:, None] * tl.dot(w1, x1)
-        first, second, block = next_first, next_second, following
     out = parts + (part * rows + row).to(tl.int64)[None, :] * columns + column + tl.arange(0, TILE)[:, None]
     tl.store(out, total, mask=there)
 
@@ -103,7 +120,7 @@ def _times_adapters(
     third = second - RANK1
     column = tl.arange(0, 64)
     narrow = tl.zeros([RANKS_POW2, ROWS], tl.float32)
-    for begin in tl.range(part * LENGTH, part * LENGTH + LENGTH, 64, num_stages=1):
+    for begin in tl.range(part * LENGTH, part * LENGTH + LENGTH, 64, num_stages=1):  # A's tiles are large in fp32
         k = begin + column
         a = tl.load(a0 + rank[:, None] * K + k[None, :], mask=(second < 0)[:, None], other=0.0).to(tl.float32)
         if COUNT > 1:
@@ -145,7 +162,7 @@ def product_kernel(
     a1,
     a2,
     parts,  # [PARTS, rows, columns]
-    xa,  # [PARTS, rows, RANKS]
+    xa,  # [PIECES, rows, RANKS]
     rows,
     columns,
     t0,  # of `tables_of`
@@ -158,6 +175,7 @@ def product_kernel(
     t7,
     K: tl.constexpr,
     LENGTH: tl.constexpr,  # columns of a part
+    PIECE: tl.constexpr,  # of a product with A
     BLOCKSIZE: tl.constexpr,
     ABSMAX_BLOCK: tl.constexpr,
     NESTED: tl.constexpr,
@@ -172,7 +190,7 @@ def product_kernel(
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (tile of a weight's rows, part of the columns). The last tile multiplies by the adapters' A."""
+    """Program (tile of a weight's rows, part of the columns). The last tiles multiply by the adapters' A."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     column = tile * TILE
@@ -278,13 +296,14 @@ def product_kernel(
                 ROWS,
             )
     if tile >= tiles2:
-        _times_adapters(plain, a0, a1, a2, xa, part, rows, K, LENGTH, COUNT, RANK0, RANK1, RANK2, RANKS_POW2, ROWS)
+        piece = (tile - tiles2) * tl.num_programs(1) + part
+        _times_adapters(plain, a0, a1, a2, xa, piece, rows, K, PIECE, COUNT, RANK0, RANK1, RANK2, RANKS_POW2, ROWS)
 
 
 @triton.jit
 def finish_kernel(
     parts,  # [PARTS, rows, columns]
-    xa,  # [PARTS, rows, RANKS]
+    xa,  # [PIECES, rows, RANKS]
     b0,  # LoRA's B of each weight, [its rows, RANK], unit column stride
     stride0,
     tiles0,
@@ -298,6 +317,7 @@ def finish_kernel(
     rows,
     columns,
     PARTS: tl.constexpr,
+    PIECES: tl.constexpr,
     COUNT: tl.constexpr,
     RANK0: tl.constexpr,
     RANK1: tl.constexpr,
@@ -322,7 +342,8 @@ def finish_kernel(
     for part in range(PARTS):
         at = (part * rows + row)[None, :]
         total += tl.load(parts + at.to(tl.int64) * columns + column, mask=there, other=0.0)
-        narrow += tl.load(xa + at * RANKS + rank[:, None], mask=inside, other=0.0)
+    for piece in range(PIECES):
+        narrow += tl.load(xa + (piece * rows + row)[None, :] * RANKS + rank[:, None], mask=inside, other=0.0)
     # Each weight's tiles read their own adapter, beside zeros for the others'
     mine = rank < tl.where(tile < tiles0, RANK0, 0)
     where = (tile * TILE + n).to(tl.int64)[:, None] * stride0 + rank[None, :]

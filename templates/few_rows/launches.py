@@ -16,9 +16,10 @@ __all__ = ["MAX_RANKS", "MAX_ROWS", "begin", "finish", "in_order"]
 
 MAX_ROWS = 64  #: of x: beyond, a product with dequantised weights is faster
 MAX_RANKS = 64  #: of all adapters together
-TILE = 64  #: rows of a weight that a program multiplies
+TILES = (128, 64)  #: rows of a weight that a program multiplies: the first that divides all
 STEP = 128  #: columns that it takes at once
 MAX_PARTS = 8
+PIECE = 256  #: columns of a product with A
 
 
 def in_order(x):
@@ -48,26 +49,27 @@ def begin(x, ordered, weights: Sequence[Weight], a, *, blocksize=64, quant_type=
         absmax_blocksize: blocks that share a ``scale`` of double quantisation.
 
     Returns:
-        (parts, xa), fp32 [P, rows, sum of N_i] and [P, rows, sum of r_i]: their sums over P are the products.
+        (parts, xa), fp32 [P, rows, sum of N_i] and [Q, rows, sum of r_i]: their sums over P and Q are the products.
 
     Raises:
         ValueError: sizes do not fit.
     """
     rows, k = x.shape
-    tiles = [sum(w.rows for w in weights[: i + 1]) // TILE for i in range(len(weights))]
-    ranks = [m.shape[0] for m in a]
-    if k % STEP or any(w.rows % TILE for w in weights) or rows > MAX_ROWS or sum(ranks) > MAX_RANKS:
+    ranks, tile = [m.shape[0] for m in a], _tile([w.rows for w in weights])
+    if k % STEP or not tile or rows > MAX_ROWS or sum(ranks) > MAX_RANKS:
         raise ValueError(f"{rows} rows of {k} columns, weights of {[w.rows for w in weights]}, ranks {ranks}")
+    tiles = [sum(w.rows for w in weights[: i + 1]) // tile for i in range(len(weights))]
     count = _parts(x, tiles[-1], k)
-    parts = torch.empty(count, rows, tiles[-1] * TILE, dtype=torch.float32, device=x.device)
-    xa = torch.empty(count, rows, sum(ranks), dtype=torch.float32, device=x.device)
+    more = max(1, k // (PIECE * count)) if k % (PIECE * count) == 0 else 1  # programs beside, for the adapters
+    parts = torch.empty(count, rows, tiles[-1] * tile, dtype=torch.float32, device=x.device)
+    xa = torch.empty(more * count, rows, sum(ranks), dtype=torch.float32, device=x.device)
     blank = Weight(None, None, None, None, None, 0)
     arguments = []
     for i in range(SIBLINGS):
         arguments += [*(weights[i] if i < len(weights) else blank)[:5], tiles[min(i, len(tiles) - 1)]]
     launch(
         product_kernel,
-        (tiles[-1] + 1, count),
+        (tiles[-1] + more, count),
         ordered,
         x,
         *arguments,
@@ -79,6 +81,7 @@ def begin(x, ordered, weights: Sequence[Weight], a, *, blocksize=64, quant_type=
         *tables_of(quant_type),
         K=k,
         LENGTH=k // count,
+        PIECE=k // (more * count),
         BLOCKSIZE=blocksize,
         ABSMAX_BLOCK=absmax_blocksize,
         NESTED=weights[0].code is not None,
@@ -87,7 +90,7 @@ def begin(x, ordered, weights: Sequence[Weight], a, *, blocksize=64, quant_type=
         **{f"RANK{i}": ranks[i] if i < len(ranks) else 0 for i in range(SIBLINGS)},
         RANKS_POW2=max(16, next_power_of_2(sum(ranks))),
         PERMUTE=not triton.knobs.runtime.interpret and torch.version.hip is None,
-        TILE=TILE,
+        TILE=tile,
         STEP=STEP,
         ROWS=max(16, next_power_of_2(rows)),
         num_warps=4,
@@ -101,7 +104,7 @@ def finish(parts, xa, b, factors, dtype):
 
     Args:
         parts: fp32 [P, rows, N], of `begin`.
-        xa: fp32 [P, rows, R], of `begin`.
+        xa: fp32 [Q, rows, R], of `begin`.
         b: [N_i, r_i], any floating dtype, unit column stride; one a weight.
         factors: of the adapters.
         dtype: of the results.
@@ -110,7 +113,7 @@ def finish(parts, xa, b, factors, dtype):
         (y, xa) in `dtype`: [rows, N] and [rows, R].
     """
     count, rows, columns = parts.shape
-    tiles = [sum(m.shape[0] for m in b[: i + 1]) // TILE for i in range(len(b))]
+    tiles = [sum(m.shape[0] for m in b[: i + 1]) // TILES[-1] for i in range(len(b))]
     ranks = [m.shape[1] for m in b]
     out = torch.empty(rows, columns, dtype=dtype, device=parts.device)
     projected = torch.empty(rows, xa.shape[2], dtype=dtype, device=parts.device)
@@ -119,7 +122,7 @@ def finish(parts, xa, b, factors, dtype):
         arguments += [b[i], b[i].stride(0), tiles[i]] if i < len(b) else [None, 0, tiles[-1]]
     launch(
         finish_kernel,
-        (columns // TILE,),
+        (columns // TILES[-1],),
         parts,
         xa,
         *arguments[:-1],
@@ -128,11 +131,12 @@ def finish(parts, xa, b, factors, dtype):
         rows,
         columns,
         PARTS=count,
+        PIECES=xa.shape[0],
         COUNT=len(b),
         **{f"RANK{i}": ranks[i] if i < len(ranks) else 0 for i in range(SIBLINGS)},
         **{f"FACTOR{i}": factors[i] if i < len(factors) else 1.0 for i in range(SIBLINGS)},
         RANKS_POW2=max(16, next_power_of_2(sum(ranks))),
-        TILE=TILE,
+        TILE=TILES[-1],
         ROWS=max(16, next_power_of_2(rows)),
         num_warps=4,
         num_stages=2,
@@ -140,11 +144,12 @@ def finish(parts, xa, b, factors, dtype):
     return out, projected
 
 
+def _tile(rows: Sequence[int]) -> int:
+    """Rows that a program multiplies; 0 where nothing divides all."""
+    return next((tile for tile in TILES if all(n % tile == 0 for n in rows)), 0)
+
+
 def _parts(x, tiles: int, k: int) -> int:
     """Parts of the columns, for four programs on each multiprocessor."""
-    wanted = 4 * multiprocessors(x.device)
-    return next((p for p in (1, 2, 4, MAX_PARTS) if tiles * p >= wanted and k % (p * STEP) == 0), _most(k))
-
-
-def _most(k: int) -> int:
-    return next(p for p in (MAX_PARTS, 4, 2, 1) if k % (p * STEP) == 0)
+    fits = [count for count in (1, 2, 4, MAX_PARTS) if k % (count * STEP) == 0]
+    return next((count for count in fits if tiles * count >= 4 * multiprocessors(x.device)), fits[-1])
