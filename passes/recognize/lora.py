@@ -4,6 +4,7 @@ With or without casts, dropout, biases, rank scaling and magnitudes, in any spel
 """
 
 import torch
+import torch.nn.functional as F
 
 from tunecompile._torch.modules import linear
 from tunecompile.compiler.pass_manager import recognize
@@ -212,12 +213,14 @@ def of_rows_with_magnitudes(x, weight, bias, a, b, scale, adapter_input, width, 
 
 
 def anchors(graph):
-    """A linear whose only user is another, wider linear: the product with A."""
+    """A linear whose only user is another, wider linear, perhaps behind dropout: the product with A."""
     found = []
     for node in graph.nodes:
         if node.target is linear and len(node.users) == 1:
-            (user,) = node.users
-            if user.target is linear and user.args[0] is node:
+            inner, (user,) = node, node.users
+            if user.target is F.dropout and len(user.users) == 1:
+                inner, (user,) = user, user.users
+            if user.target is linear and user.args[0] is inner:
                 found.append(node)
     return found
 

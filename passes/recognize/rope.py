@@ -219,17 +219,34 @@ def _is_turned(node):
     return any(getattr(side, "target", None) is torch.view_as_complex for side in product.args)
 
 
+def _is_joined(node):
+    """Whether it joins two parts, one negated, or a difference and a sum."""
+    if node.target not in (torch.cat, torch.stack) or len(node.args[0]) != 2:
+        return False
+    targets = [getattr(part, "target", None) for part in node.args[0]]
+    return operator.neg in targets or targets == [operator.sub, operator.add]
+
+
+def _factors(node):
+    """The tensors that are multiplied, of each of the products that a sum or a difference is of."""
+    return [frozenset(side.all_input_nodes) for side in node.args if getattr(side, "target", None) is operator.mul]
+
+
+def _is_first_of_pair(node):
+    """Whether it is `a c - b s` beside an `a s + b c`, and both are joined in another way."""
+    pair = _factors(node) if node.target is operator.sub and not any(map(_is_joined, node.users)) else []
+    if len(pair) != 2 or len(pair[0] | pair[1]) != 4:
+        return False
+    readers = {reader for factor in pair[0] for product in factor.users for reader in product.users}
+    sums = [made for reader in readers if reader.target is operator.add and len(made := _factors(reader)) == 2]
+    return any(
+        left | right == pair[0] | pair[1] and len(left & pair[0]) == len(left & pair[1]) == 1 for left, right in sums
+    )
+
+
 def anchors(graph):
-    """Nodes that suggest a rotation: concatenated halves, one negated; a difference and a sum; or a complex product."""
-    found = []
-    for node in graph.nodes:
-        if node.target in (torch.cat, torch.stack) and len(node.args[0]) == 2:
-            targets = [getattr(part, "target", None) for part in node.args[0]]
-            if operator.neg in targets or targets == [operator.sub, operator.add]:
-                found.append(node)
-        elif _is_turned(node):
-            found.append(node)
-    return found
+    """Nodes that suggest a rotation: joined halves, one negated; a difference and a sum; or a complex product."""
+    return [node for node in graph.nodes if _is_joined(node) or _is_first_of_pair(node) or _is_turned(node)]
 
 
 PASS = recognize(

@@ -79,22 +79,26 @@ def _is_clamped(node):
 
 
 def _is_silu(node):
-    """Whether SiLU is written out with it, as `x * sigmoid(x)`, and not for linears alone."""
+    """Whether a gate's SiLU is written out with it, as `x * sigmoid(x)`."""
     products = [user for user in node.users if user.target is operator.mul]
-    return any(node.args[0] in user.args and not _leads_to_product_alone(user) for user in products)
+    return any(node.args[0] in user.args and _multiplies(user) for user in products)
 
 
-_PRODUCTS = {"linear", "addmm", "matmul", "tunecompile.lora_linear"}
 _STEPS = {"to", "view", "reshape", "contiguous", "dropout"}
 
 
-def _leads_to_product_alone(node):
-    """Whether only linears read it, also after a cast, a view or dropout: an MLP without a gate."""
-    users = [user for user in node.users if user.op != "placeholder"]
-    return bool(users) and all(
-        name_of(user.target) in _PRODUCTS or (name_of(user.target) in _STEPS and _leads_to_product_alone(user))
-        for user in users
-    )
+def _multiplies(node):
+    """Whether a tensor is multiplied by it or divided, also after a cast, a view, dropout or arithmetic with numbers.
+
+    What does neither is the activation of an MLP without a gate.
+    """
+    for user in node.users:
+        name, alone = name_of(user.target), all(side is node for side in user.all_input_nodes)
+        if not alone and name in ("mul", "mul_", "div"):
+            return True
+        if (name in _STEPS or (alone and name in ("add", "sub", "mul", "div"))) and _multiplies(user):
+            return True
+    return False
 
 
 def anchors(graph):
@@ -102,7 +106,7 @@ def anchors(graph):
     return [
         node
         for node in calls
-        if (node.target in (F.silu, F.gelu) and not _leads_to_product_alone(node))
+        if (node.target in (F.silu, F.gelu) and _multiplies(node))
         or (node.target in _OTHERS and _is_gate(node))
         or (node.target is torch.sigmoid and (_is_clamped(node) or _is_silu(node)))
     ]

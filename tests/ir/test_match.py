@@ -290,9 +290,9 @@ def gated_by_mish(x, u):
     return torch.sin(u) * gate
 
 
-def gate_added(x, u):
+def gate_of_a_quotient(x, u):
     gate = F.silu(x)
-    return gate + u
+    return gate / u
 
 
 def gate_read_twice(x, u):
@@ -307,8 +307,8 @@ def gate_interrupted(x, u):
     return gate * up
 
 
-def gate_alone(x, u):
-    return F.silu(x)
+def root_alone(x, w):
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 def turned_back(x, cos):
@@ -321,20 +321,56 @@ def turned_wrongly(x, cos):
     return x * cos + half * (cos + 1)
 
 
+def turned_in_place(x, cos):
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    out, sin = torch.empty_like(x), cos + 1
+    out[..., 0::2] = first * cos - second * sin
+    out[..., 1::2] = first * sin + second * cos
+    return out
+
+
+def turned_of_items(x, cos):
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((-second, first), -1).flatten(-2)
+    return x * cos + turned * (cos + 1)
+
+
+def adapter_with_two_factors(x, weight):
+    product = F.linear(F.linear(x, weight[:2]), weight[:, :2])
+    return F.linear(x, weight) + product * 1.0 * 0.5
+
+
+def adapter_behind_dropout(x, weight):
+    down = F.dropout(F.linear(x, weight[:2]), 0.1)
+    return F.linear(x, weight) + F.linear(down, weight[:, :2]) * 0.5
+
+
 NEAR_MISSES = [
     (norm_divided, "rms_norm", "`rsqrt` at {1}: expected mul(x, rsqrt(...)), found div(L_x_, rsqrt(...)) at {2}"),
     (norm_of_cubes, "rms_norm", "`rsqrt` at {2}: expected pow(x, 2), found pow(L_x_, 3) at {1}"),
     (norm_of_another, "rms_norm", "`rsqrt` at {1}: expected L_x_ once more, found L_w_ at {2}"),
     (gated_by_mish, "swiglu", "`mish` at {1}: expected silu(gate), found mish(L_x_) at {1}"),
-    (gate_added, "swiglu", "`silu` at {1}: expected mul(silu(...), up), found add(silu(...), L_u_) at {2}"),
+    (gate_of_a_quotient, "swiglu", "`silu` at {1}: expected mul(silu(...), up), found div(silu(...), L_u_) at {2}"),
     (gate_read_twice, "swiglu", "`silu` at {1}: `sin` uses an inner value too at {3}"),
     (gate_interrupted, "swiglu", "`silu` at {1}: `add_` comes in between at {2}"),
-    (gate_alone, "swiglu", "`silu` at {1}: expected mul(silu(...), up), found the region's result"),
+    (root_alone, "rms_norm", "`rsqrt` at {1}: expected mul(x, rsqrt(...)), found the region's result"),
     (turned_back, "rope", "`cat` at {1}: expected add(mul(...), mul(...)), found sub(mul(...), mul(...)) at {2}"),
     (
         turned_wrongly,
         "rope",
         "`cat` at {1}: expected neg(getitem(...)), found getitem(L_x_, (..., slice(4, None, None))) at {1}",
+    ),
+    (turned_in_place, "rope", "`sub` at {3}: expected chunk(x, two, -1), found unbind(unflatten(...), -1) at {1}"),
+    (turned_of_items, "rope", "`stack` at {2}: expected getitem(x, second), found getitem(unbind(...), 1) at {1}"),
+    (
+        adapter_with_two_factors,
+        "lora",
+        "`linear` at {1}: expected add(linear(...), mul(...)), found mul(mul(...), 0.5) at {2}",
+    ),
+    (
+        adapter_behind_dropout,
+        "lora",
+        "`linear` at {1}: expected add(linear(...), mul(...)), found dropout(linear(...), 0.1, True) at {1}",
     ),
 ]
 
@@ -343,7 +379,8 @@ NEAR_MISSES = [
 def test_a_near_miss_says_what_was_expected_and_found_and_where(fn, name, expected):
     recorder = Recorder(family(name))
     torch._dynamo.reset()
-    torch.compile(fn, backend=recorder)(torch.rand(2, 8), torch.rand(8) if name == "rms_norm" else torch.rand(2, 8))
+    shape = {"rms_norm": (8,), "lora": (8, 8)}.get(name, (2, 4) if fn is turned_in_place else (2, 8))
+    torch.compile(fn, backend=recorder)(torch.rand(2, 8), torch.rand(*shape))
     lines = [f"test_match.py:{fn.__code__.co_firstlineno + i}" for i in range(5)]
     (tally,) = recorder.seen.contexts[0].tallies
     assert (tally.found, tally.rewritten) == (1, 0) and tally.refused == [expected.format(*lines)]
@@ -385,10 +422,24 @@ def test_of_several_near_misses_the_one_that_went_furthest_is_told():
 
 def test_a_near_miss_is_listed_beside_what_a_guard_refused():
     def both(x, u):
-        return (F.silu(x) * u[0]) + (F.silu(x * 2) + u)
+        return (F.silu(x) * u[0]) + (F.silu(x * 2) / u)
 
     recorder = Recorder(family("swiglu"))
     torch._dynamo.reset()
     torch.compile(both, backend=recorder)(torch.rand(2, 8), torch.rand(2, 8))
     guarded, missed = recorder.seen.refused
-    assert "gate and up differ in shape" in guarded and "expected mul(silu(...), up), found add(" in missed
+    assert "gate and up differ in shape" in guarded and "expected mul(silu(...), up), found div(" in missed
+
+
+def test_what_another_rewrite_takes_was_not_refused():
+    """A wide pattern does not fit, a narrow one within it does."""
+    wide = rewrite("wide", to=lambda x: torch.sin(x) + 1, where=lambda match: "too wide")(lambda x: torch.sin(x) + 1)
+    narrow = rewrite("narrow", to=lambda x: torch.cos(x - torch.pi / 2))(lambda x: torch.sin(x))
+    sines = [torch.sin]
+    for rewrites, refused in (([wide, narrow], []), ([wide], ["wide: too wide"])):
+        recorder = Recorder([recognize("sines", rewrites, lambda g: [n for n in g.nodes if n.target in sines])])
+        torch._dynamo.reset()
+        torch.compile(lambda x: torch.sin(x) + 1, backend=recorder)(torch.rand(3))
+        (tally,) = recorder.seen.contexts[0].tallies
+        assert (tally.found, tally.rewritten) == (1, len(rewrites) - 1)
+        assert [reason.partition(" at ")[0] for reason in tally.refused] == refused

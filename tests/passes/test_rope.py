@@ -5,6 +5,7 @@ import torch
 
 from tests.support.passes.rope import PASSES, H, Heads, rotate_half, tables, turned
 from tests.support.passes.run import check, random
+from tests.support.passes.traced import recognized
 from tunecompile.passes.recognize.rope import _last_slice
 
 
@@ -30,6 +31,26 @@ def own_negation(q, k, cos, sin):
 
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+
+@pytest.mark.parametrize(
+    "parts, told",
+    [
+        (lambda a, b, c, s: (a * c - b * s, a * s + b * c), 1),
+        (lambda a, b, c, s: (c * a - s * b, c * b + s * a), 1),
+        (lambda a, b, c, s: (a * c - b * s, a * c + b * s), 0),
+        (lambda a, b, c, s: (a * c - b * s, a * s - b * c), 0),
+        (lambda a, b, c, s: (a * c - b * s, a * s), 0),
+        (lambda a, b, c, s: (a * c - b * c, a * c + b * c), 0),
+        (lambda a, b, c, s: (a * c - b, a * s + b * c), 0),
+    ],
+)
+def test_a_rotation_is_told_whatever_joins_its_parts(parts, told):
+    _, context = recognized(
+        lambda a, b, c, s: torch.where(a > 0, *parts(a, b, c, s)), *(random(2, 5, 4) for _ in range(4)), passes=PASSES
+    )
+    (tally,) = context.tallies
+    assert tally.found == told == len(tally.refused)
 
 
 def partial(q, k, cos, sin):

@@ -15,8 +15,9 @@ from tunecompile.compiler.graph_snapshot import GraphSnapshot
 from tunecompile.compiler.plugin_sandbox import Package, guarded
 from tunecompile.errors import InvalidPipeline
 from tunecompile.ir.canonicalize import name_of
+from tunecompile.ir.match import Match
 from tunecompile.ir.near_miss import near_misses
-from tunecompile.ir.rewrite import Rewrite, apply
+from tunecompile.ir.rewrite import Rewrite, attempt
 from tunecompile.planner.solver import KEEP, Plan
 
 __all__ = ["STAGES", "Change", "Context", "MatchCount", "Pass", "Stage", "recognize", "run_stage", "validate"]
@@ -173,10 +174,13 @@ def recognize(
 
     def run(graph: Graph, context: Context) -> None:
         tally = MatchCount(family, found=len(anchors(graph)))
+        refused: list[tuple[str, Match]] = []
         for rewrite in rewrites:
-            places, refused = apply(rewrite, graph)
+            places, more = attempt(rewrite, graph)
             tally.places += places
-            tally.refused += refused
+            refused += more
+        there = set(graph.nodes)  # what another rewrite has taken was not refused
+        tally.refused += [reason for reason, match in refused if there.issuperset(match.nodes.values())]
         left = anchors(graph)
         tally.rewritten = tally.found - len(left)
         if left:

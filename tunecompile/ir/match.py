@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.fx import Graph, Node
 
-from tunecompile.ir.canonicalize import canonicalize_graph
+from tunecompile.ir.canonicalize import canonicalize_graph, value
 from tunecompile.ir.nodes import is_barrier
 
 __all__ = ["Match", "Matcher", "Miss", "Pattern", "cast"]
@@ -98,14 +98,26 @@ class Miss:
     found: Any  #: the graph's item in its place
 
     @property
-    def depth(self) -> int:
-        """How many of the pattern's operations were matched."""
-        return sum(node.op != "placeholder" for node in self.bound)
+    def share(self) -> float:
+        """How much of the pattern was matched: of its operations, those found at an operation of their own.
+
+        A count would always favour the wide patterns, of which a part is found nearly everywhere. Where one value of
+        the pattern was found at two of the graph, either is a wrong reading, so that their readers do not count.
+        """
+        doubted = self.expected.users if isinstance(self.expected, Node) and self.expected in self.bound else ()
+        inner = [node for node in self.bound if _computes(node)]
+        found = {self.bound[node] for node in inner if node not in doubted}
+        return len(found) / sum(_computes(node) for node in inner[0].graph.nodes) if inner else 0.0
 
     @property
     def is_news(self) -> bool:
         """Whether the value found is not yet bound in the pattern. (After a vain exchange of operands it often is.)"""
         return isinstance(self.found, Node) and not any(self.found is other for other in self.bound.values())
+
+
+def _computes(node: Node) -> bool:
+    """Whether a node of a pattern is an operation that every match has."""
+    return node.op.startswith("call") and node.target is not cast
 
 
 class Matcher:
@@ -239,8 +251,10 @@ def _unify_all(
 
 
 def _fits(pattern: Node, found: Any) -> bool:
-    """Whether the operation itself matches: a parameter matches anything, a call one of the same form."""
-    if pattern.op == "placeholder" or pattern.target is cast:
+    """Whether the operation itself matches: a parameter matches one value of any kind, a call one of the same form."""
+    if pattern.op == "placeholder":
+        return not _are_tensors(found)
+    if pattern.target is cast:
         return True
     return (
         isinstance(found, Node)
@@ -248,6 +262,14 @@ def _fits(pattern: Node, found: Any) -> bool:
         and len(found.args) == len(pattern.args)
         and set(found.kwargs) == set(pattern.kwargs)
     )
+
+
+def _are_tensors(found: Any) -> bool:
+    """Whether it is the result of an operation that returns several: no op takes such an input. (An item of it would
+    match a slice of a tensor, since both are `getitem`.)
+    """
+    several = value(found) if isinstance(found, Node) else None
+    return isinstance(several, (tuple, list)) and any(isinstance(each, Tensor) for each in several)
 
 
 def _equal(pattern: Any, found: Any) -> bool:

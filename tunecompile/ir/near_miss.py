@@ -35,7 +35,7 @@ def _near_miss(matcher: Matcher, patterns: Sequence[Pattern], anchor: Node) -> s
             fault, node = flaw
             reasons.append(f"`{name_of(node.target)}` {fault}{where_from(node)}")
     # of equal ones the first, since patterns come widest first
-    best = max(missed, key=lambda miss: (miss.depth, miss.is_news, miss.found is anchor), default=None)
+    best = max(missed, key=lambda miss: (miss.share, miss.is_news, miss.found is anchor), default=None)
     reason = reasons[0] if reasons else "part of no known pattern" if best is None else _describe(best)
     return f"`{name_of(anchor.target)}`{where_from(anchor)}: {reason}"
 

@@ -88,7 +88,13 @@ def apply(rewrite: Rewrite, graph: Graph) -> tuple[list[str], list[str]]:
     Returns:
         (places, reasons): "name at file:line" of each match that was rewritten, and why others were refused.
     """
-    matcher, made, reasons, places = Matcher(graph), set(), {}, []
+    places, refused = attempt(rewrite, graph)
+    return places, [reason for reason, _ in refused]
+
+
+def attempt(rewrite: Rewrite, graph: Graph) -> tuple[list[str], list[tuple[str, Match]]]:
+    """Do as `apply`, and return the matches that were refused with the reasons: another rewrite may take them."""
+    matcher, made, refused, places = Matcher(graph), set(), {}, []
     nodes = set(graph.nodes)
     for anchor in matcher.anchors(rewrite.pattern):  # in order: earlier matches replaced nothing behind their anchors
         for match in matcher.at(rewrite.pattern, anchor):
@@ -99,11 +105,11 @@ def apply(rewrite: Rewrite, graph: Graph) -> tuple[list[str], list[str]]:
                 erase_dead(graph, match.nodes.values())
                 before, nodes, matcher = nodes, set(graph.nodes), Matcher(graph)
                 made |= nodes - before
-                reasons.pop(anchor, None)
+                refused.pop(anchor, None)
                 places.append(f"{rewrite.name}{where_from(anchor)}")
                 break
-            reasons.setdefault(anchor, f"{rewrite.name}: {reason}{where_from(anchor)}")
-    return places, list(reasons.values())
+            refused.setdefault(anchor, (f"{rewrite.name}: {reason}{where_from(anchor)}", match))
+    return places, list(refused.values())
 
 
 def _judge(rewrite: Rewrite, match: Match) -> str | None:
