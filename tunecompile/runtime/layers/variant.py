@@ -34,6 +34,7 @@ from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUME
 from tunecompile.notes import Note, note
 from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
 from tunecompile.runtime.layers.met_graph import MetGraph, also_watching, meet
+from tunecompile.runtime.layers.replaced_weights import given_views_of_replaced
 from tunecompile.runtime.layers.unused_results import without_gradients_of_unused
 from tunecompile.runtime.unpad.flat_batch import (
     BOUNDS_BESIDE,
@@ -219,6 +220,8 @@ class Variant:
 def _told(gm: GraphModule, compiled: Callable, mixes: Note | None = None, alone: bool = True) -> Callable:
     """`compiled`, before whose calls `meet` is called."""
     graph, compiled = MetGraph.of(gm, mixes, alone), without_gradients_of_unused(gm, compiled)
+    if not alone:
+        compiled = given_views_of_replaced(compiled)
 
     def run(*args: Any) -> Any:
         meet(graph)
