@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tunecompile
 from tests.support import zoo
@@ -70,6 +71,39 @@ class Long(nn.Module):
         return torch.stack(out, 1)
 
 
+class CutOnce(Layer):
+    """A graph break."""
+
+    def forward(self, x):
+        x = x + self.linear(x).sin()
+        torch._dynamo.graph_break()
+        return x + self.linear(x).tanh()
+
+
+class Cut(CutOnce):
+    """One in each call of a function."""
+
+    def forward(self, x):
+        x = self.piece(x) / 2
+        x = self.piece(x) / 4
+        x = self.piece(x) / 8
+        return self.piece(x) + x
+
+    def piece(self, x):
+        return super().forward(x).cos()
+
+
+class Named(nn.Module):
+    """Looks its linear up by a name of its own, as adapters do that share some vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears, self.name = nn.ModuleDict({name: nn.Linear(8, 8) for name in "abcd"}), "a"
+
+    def forward(self, x):
+        return x + self.linears[self.name](x).tanh()
+
+
 class Stack(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -88,7 +122,7 @@ def assert_same(models, *inputs, atol=1e-7):
         model.zero_grad()
         loss = model(*inputs).square().mean()
         loss.backward()
-        grads.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        grads.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
 
@@ -259,6 +293,43 @@ def test_a_loop_over_chunks_is_no_graph_for_each_of_their_numbers():
         assert_same(models, data(seed=batch), torch.tensor(sizes))
     report = tunecompile.report(models[0])
     assert report.compiles <= 3 and has(report, "given-up", reason="loop-over-list"), report
+
+
+@pytest.mark.parametrize("kind, few", [(Cut, False), (CutOnce, True)])
+def test_a_layer_that_is_cut_into_many_pieces_runs_eagerly(kind, few):
+    """From the first forward behind a backward pass on: until then a repetition may come, which is as its forward was."""
+    models = pair(lambda: Stack(kind))
+    for batch in range(4):
+        for model in models:
+            model.zero_grad()
+            inputs = [data(12 + batch, seed).requires_grad_() for seed in range(2)]
+            losses = [checkpoint(model, x, use_reentrant=False).square().mean() for x in inputs]
+            assert batch or not find(models[0], "ran-eagerly")
+            sum(losses).backward()
+        for ours, theirs in zip(*(model.parameters() for model in models)):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    report = tunecompile.report(models[0])
+    eager = find(report, "ran-eagerly", reason="too-many-pieces")
+    assert few or (
+        report.compiles <= compile_limits.PIECES and [note.fields["times"] for note in eager] == [" 12 times"]
+    )
+    assert not few or (report.compiles == 4 and not find(report, "ran-eagerly", "given-up")), report
+
+
+@pytest.mark.parametrize("names, few", [("abab", True), ("abcd", False)])
+def test_layers_that_differ_by_a_text(names, few):
+    """Two of them are two graphs, and two more for changing sizes."""
+    models = [Stack(Named) for _ in range(2)]
+    for model in models:
+        model.layers.extend(copy.deepcopy(model.layers[0]) for _ in range(2))
+        for layer, name in zip(model.layers, names):
+            layer.name = name
+            layer.linears = model.layers[0].linears
+    tunecompile.optimize(models[0], executor="eager")
+    for batch in range(3):
+        assert_same(models, data(12 + batch))
+    report = tunecompile.report(models[0])
+    assert report.compiles == (4 if few else 3) and few is not has(report, "ran-eagerly", reason="texts-differ"), report
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,14 @@ REASONS = {
         "it was compiled anew at {limit} batches, the last time since {detail} no longer held",
         "A number that the layer reads changes from batch to batch. Keep it in a tensor, or change it less often.",
     ),
+    "too-many-pieces": NoteKind(
+        "graph breaks cut it into more than {limit} functions, and each of these would be compiled for itself",
+        "Change the lines that its graph breaks name, if they are your code.",
+    ),
+    "texts-differ": NoteKind(
+        "a text that it reads differs from layer to layer (of one {detail}), and each would be a graph of its own",
+        "Keep what differs in a tensor or a module of the layer, if it is your code.",
+    ),
     "loop-over-list": NoteKind(
         "a loop in it runs over a list whose length changes ({detail}), and would be a graph of its length",
         "Nothing, or replace the loop by an operation on one tensor, if it is your code.",

@@ -9,10 +9,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from tunecompile._torch import dynamo
 from tunecompile.notes import Note, note
@@ -20,6 +24,8 @@ from tunecompile.notes import Note, note
 log = logging.getLogger("tunecompile")
 
 BATCHES = 3  #: at which one function is compiled: at the first, for changing sizes, and once more
+PIECES = 5  #: functions that a layer with graph breaks is cut into; a loop over a list of experts makes so many
+TEXTS = 2  #: that may differ from layer to layer: two graphs for each, one of which takes any size
 NUMBERS = 4  #: compilations for numbers that differ from layer to layer, behind which floats are symbols
 NODES = 5000  #: of a graph; the layer of a mixture of experts has a few hundred
 SECONDS = 600.0  #: that one compilation may take, before further ones of its region are not begun
@@ -32,6 +38,8 @@ _LIST = re.compile(r"len\((?!kwargs|args)[^().]*\) == \d+")
 #: a guard on a number of the host's, for which there is no symbol. (Others part calls in few kinds, with a graph for
 #: each: ranges of sizes, adapters that are switched, flags.)
 _NUMBER = re.compile(r"^(?!len\().* == -?[\d.]+(e[+-]?\d+)?$")
+#: a guard on a text, for which there is no symbol either
+_TEXT = re.compile(r"^.* == '[^']*'$")
 _INTEGER = re.compile(r"^(?!len\().* == -?\d+$")
 
 
@@ -98,20 +106,43 @@ class CompileEffort:
     seconds: float = 0.0  #: of all compilations
     longest: float = 0.0  #: seconds of one
     refused: dict[str, Note] = field(default_factory=dict)  #: one note for each reason's code
+    #: why all calls would be more graphs than they are worth, once a backward pass of one came: they run eagerly
+    eager: Note | None = None
 
-    def refuse(self, gm: GraphModule, history: History, batch: int, guard: str) -> bool:
-        """Whether a graph is not compiled, and runs operation by operation.
+    def refuse(self, gm: GraphModule, history: History, batch: int, guard: str, pieces: int = 1) -> Callable | None:
+        """What runs a graph operation by operation; None where it is to be compiled.
 
         Args:
             gm: the graph.
             history: of the function that it is of.
             batch: the number of the batch.
             guard: the one whose failure led to this compilation; empty the first time.
+            pieces: functions that the layer is cut into, as far as is known.
         """
-        why = self._too_large(gm) or self._too_slow() or history.too_often(batch, guard)
-        if why:
-            self.refused.setdefault(why.code, note("given-up", self.region, why))
-        return bool(why)
+        many = note("too-many-pieces", limit=PIECES) if pieces > PIECES else history.too_many_texts(batch, guard)
+        why = many or self._too_large(gm) or self._too_slow() or history.too_often(batch, guard)
+        if why is None:
+            return None
+        self.refused.setdefault(why.code, note("given-up", self.region, why))
+        return gm.forward if many is None else self._until_backward(gm.forward, many)
+
+    def _until_backward(self, forward: Callable, why: Note) -> Callable:
+        """`forward`. Once a backward pass comes, calls of the region run by the layer's own code.
+
+        Not before: a checkpoint may repeat an earlier call, and its repetition has to run as that did.
+        """
+
+        def stop(_: Any) -> None:
+            self.eager = why
+
+        def run(*args: Any) -> Any:
+            outputs = forward(*args)
+            for output in pytree.tree_leaves(outputs):
+                if isinstance(output, torch.Tensor) and output.requires_grad and self.eager is None:
+                    output.register_hook(stop)
+            return outputs
+
+        return run
 
     def _too_large(self, gm: GraphModule) -> Note | None:
         count = sum(len(module.graph.nodes) for module in gm.modules() if isinstance(module, GraphModule))
@@ -156,6 +187,8 @@ class History:
     batches: set[int] = field(default_factory=set)
     numbers: int = 0  #: compilations for numbers of the host's that earlier graphs have as constants
     integers: int = 0  #: those among them for integers
+    #: guards on texts that failed, by the batch
+    texts: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     @property
     def goes_on(self) -> bool:
@@ -180,6 +213,14 @@ class History:
             return note("compiled-too-often", detail=guard, limit=BATCHES)
         self.batches.add(batch)
         return None
+
+    def too_many_texts(self, batch: int, guard: str) -> Note | None:
+        """Whether layers differ by a text, so that each would be a graph of its own. (Of adapters that are switched,
+        a batch has one.)
+        """
+        if _TEXT.match(guard := _expression(guard)):
+            self.texts[batch].add(guard)  # once: Dynamo may trace anew for the same
+        return note("texts-differ", detail=guard) if len(self.texts[batch]) > TEXTS else None
 
     def add(self, guard: str) -> None:
         """It was compiled, since this guard failed."""

@@ -204,6 +204,9 @@ class LayerSlot(PlacedLayer):
         if alone and self.first:
             self.entry.begin()
         mode = self._mode_of_forward(training, gradients)
+        if mode is not Mode.EAGER and (why := self.region.effort.eager) is not None:
+            self._run_eagerly(why)
+            mode = Mode.EAGER
         if training:
             self.ran_as = mode
             if gradients or alone:  # (a re-entrant checkpoint runs it without)
@@ -254,21 +257,25 @@ class LayerSlot(PlacedLayer):
         return bool(why)
 
     def _loops(self, args: tuple, kwargs: dict) -> bool:
-        """Whether its own code has a loop over tokens, which cannot be compiled in reasonable time.
-
-        Raises:
-            NotTokenWise: layers before it have left out what stands at padding, which its loop would read.
-        """
+        """Whether its own code has a loop over tokens, which cannot be compiled in reasonable time."""
         why = self.region.loops.refuse(
             self.layer, functools.partial(call_original, self.layer), args, kwargs, new=not in_backward()
         )
         if why is None:
             return False
+        self._run_eagerly(why)
+        return True
+
+    def _run_eagerly(self, why: Note) -> None:
+        """A call is going to run by the layer's own code.
+
+        Raises:
+            NotTokenWise: layers before it have left out what stands at padding, which it would read.
+        """
         running = None if self.padding is None else self.padding.running
         if running is not None and running.drops and not in_backward():
             raise NotTokenWise(note("runs-eagerly"))
         self.region.refused[why] += 1
-        return True
 
     @property
     def budget(self) -> RuntimePlanner | None:

@@ -185,10 +185,11 @@ class Variant:
         why = recompile_reason()
         guard = why.strip().splitlines()[0].partition(": ")[2][:200] if why is not None else ""
         history = self.histories[current_frame()]
-        if self.effort.refuse(gm, history, self.batch, guard):
+        refused = self.effort.refuse(gm, history, self.batch, guard, len(self.histories))
+        if refused is not None:
             if self.flat:
                 raise NotTokenWise(note("runs-eagerly"))
-            return _told(gm, gm.forward, note("runs-eagerly"))
+            return _told(gm, refused, note("runs-eagerly"))
         reason = getattr(gm, "compile_subgraph_reason", None)
         if getattr(reason, "graph_break", False):
             self.breaks.append(_one_line(reason))
