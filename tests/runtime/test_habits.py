@@ -125,6 +125,38 @@ def test_a_graph_break_inside_a_layer(capsys):
     assert has(report, "graph-break", detail="test_habits.py"), report
 
 
+class Unpacking(Habit):
+    """Whole numbers become weights, by a scale that learns. HQQ's zero points were made in inference mode as these are."""
+
+    def __init__(self):
+        super().__init__()
+        self.packed = torch.arange(WIDTH * WIDTH).reshape(WIDTH, WIDTH).byte()
+        self.zero, self.scale = torch.full((WIDTH, 1), 100.0), nn.Parameter(torch.full((WIDTH, 1), 0.01))
+
+    def forward(self, x):
+        weight = (self.packed.float() - self.zero) * self.scale
+        torch._dynamo.graph_break()  # as PEFT's DoRA does: the weight is a graph of its own, and its backward unpacks
+        return self.step(x @ weight)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_inference_tensors_in_layers_that_learn(before):
+    """From the first batch on, or in place of ordinary ones, for which there is a graph."""
+    model = Stack(Unpacking)
+    ours = tunecompile.optimize(copy.deepcopy(model), executor="eager")
+    for inference in (before, True):
+        for layer in [*model.layers, *ours.layers] if inference else []:
+            with torch.inference_mode():
+                layer.zero = layer.zero.clone()
+        for each in (model, ours):
+            each.zero_grad()
+            each(X).square().mean().backward()
+        for mine, theirs in zip(ours.parameters(), model.parameters()):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    report = tunecompile.report(ours)
+    assert report.compiles == 3 - before and not find(report, *EAGER), report
+
+
 class Reading(Habit):
     def forward(self, x):
         return self.step(x) if x.abs().max().item() > 1e9 else self.step(-x)

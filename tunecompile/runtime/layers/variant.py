@@ -215,7 +215,7 @@ class Variant:
             history.add(guard)
             self.integers_change |= history.integers > 0
         self.contexts += self.backend.contexts[before:]
-        return _told(gm, compiled, mixes, alone=not self.breaks)
+        return _told(gm, with_copies(compiled, inputs), mixes, alone=not self.breaks)
 
 
 def _told(gm: GraphModule, compiled: Callable, mixes: Note | None = None, alone: bool = True) -> Callable:
@@ -229,6 +229,18 @@ def _told(gm: GraphModule, compiled: Callable, mixes: Note | None = None, alone:
         return compiled(*args)
 
     return run
+
+
+def with_copies(compiled: Callable, inputs: list) -> Callable:
+    """`compiled`, which gets copies of inference tensors where gradients are computed.
+
+    Autograd refuses to save these. Eager code saves what it computes from them, a compiled graph may save the inputs.
+    Zero points of HQQ are inference tensors. (Dynamo guards a tensor's dispatch keys, and so whether it is one.)
+    """
+    places = {i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_inference()}
+    if not places or not torch.is_grad_enabled():
+        return compiled
+    return lambda *args: compiled(*(value.clone() if i in places else value for i, value in enumerate(args)))
 
 
 @contextlib.contextmanager
