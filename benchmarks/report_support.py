@@ -176,7 +176,7 @@ def render_support(result: dict | None) -> str:
     if result is None:
         return ""
     found, rewritten = (sum(run[key] for run in result["runs"]) for key in ("found", "rewritten"))
-    where = f"on {result['machine']['gpu']}" if result["device"] == "cuda" else "on a CPU, op by op"
+    places = {"cuda": f"on {result['machine']['gpu']}", "cpu": "on a CPU, op by op"}
     versions = "transformers {transformers}, PEFT {peft}, TRL {trl}".format(**result["versions"])
     share = f"{rewritten:,} of {found:,} patterns are rewritten ({100 * rewritten / max(found, 1):.1f} %)"
     rows = []
@@ -188,10 +188,17 @@ def render_support(result: dict | None) -> str:
                 else run["reason"].partition(": ")[2]
             )
             right = {"ok": "✓", "skipped": "not run"}.get(run["status"], "✗")
+            right += "*" * (run.get("device", result["device"]) != result["device"])
             rows.append(["" if number else section, run["name"], right, f"{run['rewritten']} of {run['found']}", said])
-    return f"Measured {where}, {versions}, {result['date'][:10]}. {share}.\n\n" + to_markdown(
+    apart = "".join(f" Rows with * ran {place}." for device, place in places.items() if device in _devices(result))
+    return f"Measured {places[result['device']]}, {versions}, {result['date'][:10]}. {share}.{apart}\n\n" + to_markdown(
         ("", "", "right", "patterns rewritten", "what is not rewritten"), rows
     )
+
+
+def _devices(result: dict) -> set[str]:
+    """Devices of single rows."""
+    return {run["device"] for run in result["runs"] if "device" in run} - {result["device"]}
 
 
 def briefly(text: str) -> str:

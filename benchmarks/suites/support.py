@@ -100,8 +100,12 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = tested(given.only, given.processes, device)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    before = json.loads(given.out.read_text())["runs"] if given.only and given.out.exists() else []
-    given.out.write_text(json.dumps({**header(), "device": device, "runs": merged(rows, before)}, indent=1) + "\n")
+    made = {**header(), "device": device}
+    before = json.loads(given.out.read_text()) if given.only and given.out.exists() else made
+    if before["device"] != device:  # the table says where most of it ran, and of these rows that they did elsewhere
+        made, rows = before, [{**each, "device": device} for each in rows]
+    result = {**made, "runs": merged(rows, before.get("runs", []))}
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
     for found in rows:
         print(
             f"{found['status']:8s}{found['section']}: {found['name']}  {found['rewritten']} of {found['found']} {found['reason']}"

@@ -9,8 +9,9 @@ from tests.support.notes import BROKEN, EAGER, find
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
-FALLEN = (
+FALLEN = (  #: in the order in which the table of the docs takes one
     *EAGER,
+    "given-up",
     *BROKEN,
     "compiled-without-rewrites",
     "head-not-called",
@@ -37,9 +38,12 @@ def test_cell(cell, record_property, tmp_path):
     record_property("found", found)
     record_property("rewritten", rewritten)
     record_property("refused", "; ".join(dict.fromkeys(reason for m in told.matches for reason in m.refused)))
-    record_property("notes", "; ".join(note for note in told.notes if note.code in FALLEN))
+    fallen = sorted((note for note in told.notes if note.code in FALLEN), key=lambda note: FALLEN.index(note.code))
+    record_property("notes", "; ".join(fallen))
     assert found == 0 or rewritten or any(m.refused for m in told.matches)
     expected = FOUND.get(cell.name, {})
     assert {m.family: (m.found, m.rewritten) for m in told.matches if m.family in expected} == expected
     assert not expected or not find(told, *BROKEN), told.notes
+    graphs = [region.compiles for region in told.regions]
+    assert cell.section != "adapter" or max(graphs) <= 4 or find(told, *EAGER, "given-up"), told
     assert cell.compiles is None or all(region.compiles <= cell.compiles for region in told.regions), told

@@ -111,6 +111,17 @@ def two_adapters(active: list[str]) -> Callable[[], nn.Module]:
     return build
 
 
+def variant(name: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+    """LoRA in a form of its own, which an option of that name takes a config for."""
+
+    def build() -> nn.Module:
+        import peft
+
+        return lora(target_modules=["q_proj", "v_proj"], **{name: getattr(peft, config)(**options)})()
+
+    return build
+
+
 def loftq() -> nn.Module:
     """The base is rounded to 4 bits, and the adapter begins as the best of its rank for what that lost."""
     if not torch.cuda.is_available():
@@ -134,6 +145,51 @@ def eight_bit(model: nn.Module, only: Callable[[int], bool] = lambda index: True
 
 def four_bit(kind: str = "nf4", double: bool = True) -> Callable[[nn.Module], nn.Module]:
     return lambda model: zoo.quantize(model, double=double, kind=kind)
+
+
+def by_torchao(config: str, **options: Any) -> Callable[[nn.Module], nn.Module]:
+    """Linears of the layers whose weights are tensor subclasses of torchao."""
+
+    def base(model: nn.Module) -> nn.Module:
+        quantization = pytest.importorskip("torchao.quantization")
+        given = {
+            name: quantization.PerGroup(value) if name == "granularity" else value for name, value in options.items()
+        }
+        quantization.quantize_(
+            model.model.layers,
+            getattr(quantization, config)(**given),
+            filter_fn=lambda module, _: type(module) is nn.Linear,
+        )
+        return model
+
+    return base
+
+
+LINEARS = [
+    f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
+]  #: HQQ's classes are none to "all-linear"
+
+
+def hqq(merged: bool = False, **options: Any) -> Callable[[], nn.Module]:
+    """Linears in HQQ's 4 bits. Merged: the adapters were merged and taken out again, which packs the weights anew."""
+
+    def base(model: nn.Module) -> nn.Module:
+        quantize = pytest.importorskip("hqq.core.quantize")
+        for path, linear in [(p, m) for p, m in model.model.named_modules() if type(m) is nn.Linear]:
+            config = quantize.BaseQuantizeConfig(nbits=4, group_size=32)
+            weight = linear.weight
+            made = quantize.HQQLinear(linear, config, compute_dtype=weight.dtype, device=str(weight.device))
+            model.model.set_submodule(path, made)
+        return model
+
+    def build() -> nn.Module:
+        model = lora(base=base, target_modules=LINEARS, **options)()
+        if merged:
+            model.merge_adapter()
+            model.unmerge_adapter()
+        return model
+
+    return build
 
 
 def four_bit_experts(model: nn.Module) -> nn.Module:
@@ -213,6 +269,28 @@ ADAPTERS = {
     "C3A": other("C3AConfig", block_size=16),
     "SHiRA": other("ShiraConfig", r=4),
     "IA3": with_peft("IA3Config", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "RoAd": other("RoadConfig", group_size=8),
+    "DeLoRA": other("DeloraConfig", r=4),
+    "GraLoRA": other("GraloraConfig", r=4),
+    "WaveFT": other("WaveFTConfig", n_frequency=16),
+    "HiRA": other("HiraConfig", r=4),
+    "PSOFT": other("PsoftConfig", r=4),
+    "PVeRA, its noise from a generator": other("PveraConfig", r=8, generator_seed=3),
+    "VB-LoRA": other("VBLoRAConfig", num_vectors=16, vector_length=8),
+    "Uni-LoRA": other("UniLoraConfig", r=4),
+    "TinyLoRA": other("TinyLoraConfig", r=2),
+    "OSF": other("OSFConfig"),
+    "FRoD": other("FrodConfig", progressbar=False),
+    "BEFT": other("BeftConfig"),
+    "Lily": other("LilyConfig", r=4),
+    "GLoRA": other("GloraConfig"),
+    "PEANuT": other("PeanutConfig", r=4),
+    "DEFT": other("DeftConfig", r=4),
+    "AdaMSS": other("AdamssConfig", r=8),
+    "KaSA": variant("kasa_config", "KasaConfig"),
+    "VeLoRA": variant("velora_config", "VeloraConfig", num_groups=8),
+    "MonteCLoRA": variant("monteclora_config", "MontecloraConfig"),
+    "QA-LoRA": lora(target_modules=["q_proj", "v_proj"], use_qalora=True, qalora_group_size=8),
     "norms (LNTuning)": with_peft(
         "LNTuningConfig", target_modules=["input_layernorm", "post_attention_layernorm", "norm"]
     ),
@@ -234,6 +312,11 @@ BASES = {
     ),
     "8 bits (LLM.int8)": lora(base=eight_bit),
     "layers in 8, 4 and 16 bits": lora(base=mixed),
+    "torchao, int8 weights": lora(base=by_torchao("Int8WeightOnlyConfig")),
+    "torchao, int4 weights": lora(base=by_torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=32)),
+    "HQQ, 4 bits": hqq(),
+    "HQQ, 4 bits, merged and unmerged": hqq(merged=True),
+    "HQQ, 4 bits, DoRA, merged and unmerged": hqq(merged=True, use_dora=True),
 }
 LEARNING = {
     "all weights": trained(lambda path: True),
@@ -252,8 +335,9 @@ FOUND = {  #: by a cell's name, what its report says of some passes, found and r
     "DoRA over weights stored [in, out] (GPT-2)": {"dora": (4, 4), "lora": (4, 4)},
 }
 QUICK = {"only the head"}
+RANDOM = {"MonteCLoRA"}  #: draws noise in training, as cells with dropout do
 CELLS = [
-    Cell(section, name, build, name in QUICK, "dropout" in name)
+    Cell(section, name, build, name in QUICK, "dropout" in name or name in RANDOM)
     for section, cells in {"adapter": ADAPTERS, "base": BASES, "what learns": LEARNING}.items()
     for name, build in cells.items()
 ]
