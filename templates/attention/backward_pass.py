@@ -136,9 +136,9 @@ def keys_kernel(
                 PARTS,
             )
             inside = (row < length)[:, None] & (column < WIDTH)[None, :]
-            g = tl.load(gradients + row[:, None] * gs0 + column[None, :], mask=inside, other=0.0)
+            g = tl.load(gradients + row[:, None].to(tl.int64) * gs0 + column[None, :], mask=inside, other=0.0)
             made_v = tl.dot(tl.trans(weights.to(g.dtype)), g, made_v, input_precision="ieee")
-            x = tl.load(queries + row[:, None] * qs0 + column[None, :], mask=inside, other=0.0)
+            x = tl.load(queries + row[:, None].to(tl.int64) * qs0 + column[None, :], mask=inside, other=0.0)
             made_k = tl.dot(tl.trans(change.to(x.dtype)), x, made_k, input_precision="ieee")
     place = ((start + key) * (HEADS // SHARED) + shared)[:, None] * WIDTH + column[None, :]
     inside = (key < length)[:, None] & (column < WIDTH)[None, :]
@@ -222,7 +222,7 @@ def queries_kernel(
             PARTS,
         )
         inside = (key < length)[:, None] & (column < WIDTH)[None, :]
-        x = tl.load(k + key[:, None] * ks0 + column[None, :], mask=inside, other=0.0)
+        x = tl.load(k + key[:, None].to(tl.int64) * ks0 + column[None, :], mask=inside, other=0.0)
         made = tl.dot(change.to(x.dtype), x, made, input_precision="ieee")
     place = ((start + row) * HEADS + head)[:, None] * WIDTH + column[None, :]
     tl.store(dq + place, made.to(dq.dtype.element_ty), mask=(row < length)[:, None] & (column < WIDTH)[None, :])

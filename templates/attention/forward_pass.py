@@ -44,12 +44,12 @@ def chunk_product(
     for index in range(PARTS):
         at = index * CHUNK + part
         a = tl.load(
-            left + row[:, None] * left_stride + at[None, :],
+            left + row[:, None].to(tl.int64) * left_stride + at[None, :],
             mask=(row < rows)[:, None] & (at < width)[None, :],
             other=0.0,
         )
         b = tl.load(
-            right + column[None, :] * right_stride + at[:, None],
+            right + column[None, :].to(tl.int64) * right_stride + at[:, None],
             mask=(column < columns)[None, :] & (at < width)[:, None],
             other=0.0,
         )
@@ -129,8 +129,8 @@ def forward_kernel(
         weights = tl.exp(scores - level[:, None])
         before = tl.exp(highest - level)
         share = share * before + tl.sum(weights, 1)
-        place = key[:, None] * vs0 + column[None, :]
-        values = tl.load(v + place, mask=(key < length)[:, None] & (column < WIDTH)[None, :], other=0.0)
+        place = v + key[:, None].to(tl.int64) * vs0 + column[None, :]
+        values = tl.load(place, mask=(key < length)[:, None] & (column < WIDTH)[None, :], other=0.0)
         made = tl.dot(weights.to(values.dtype), values, made * before[:, None], input_precision="ieee")
         highest = now
     valid = row < length

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .._launch import launch, next_power_of_2
 
-__all__ = ["forward"]
+__all__ = ["combine", "forward", "split"]
 
 PARTS = 8  #: of the keys, of each head and row
 STEP = 64  #: keys at once
@@ -116,14 +116,22 @@ def forward(q, k, v, mask, scale):
     Returns:
         [B, H, 1, D], in q's dtype.
     """
-    (rows, heads, _, width), shared = q.shape, q.shape[1] // k.shape[1]
-    sums = torch.empty(rows, k.shape[1], PARTS, shared, width, dtype=torch.float32, device=q.device)
-    tops = torch.empty(rows, k.shape[1], PARTS, 2, shared, dtype=torch.float32, device=q.device)
-    out = torch.empty(rows, heads, 1, width, dtype=q.dtype, device=q.device)
-    sizes = {"GROUP": shared, "D": width, "PARTS": PARTS, "D_POW2": max(16, next_power_of_2(width))}
+    return combine(*split(q, k, v, mask, scale), q.dtype)
+
+
+def split(q, k, v, mask, scale):
+    """Parts of the keys, each by a program. Arguments: as `forward`.
+
+    Returns:
+        (sums, tops), fp32 [B, K, P, H / K, D] and [B, K, P, 2, H / K]: weighted sums of values; maxima of the scores in
+        units of log 2, and sums of weights.
+    """
+    (rows, _, _, width), heads, shared = q.shape, k.shape[1], q.shape[1] // k.shape[1]
+    sums = torch.empty(rows, heads, PARTS, shared, width, dtype=torch.float32, device=q.device)
+    tops = torch.empty(rows, heads, PARTS, 2, shared, dtype=torch.float32, device=q.device)
     launch(
         part_kernel,
-        (rows, k.shape[1], PARTS),
+        (rows, heads, PARTS),
         q,
         k,
         v,
@@ -138,11 +146,33 @@ def forward(q, k, v, mask, scale):
         mask.stride(0) if mask.shape[0] > 1 else 0,
         mask.stride(3),
         SCALE=scale,
+        GROUP=shared,
+        D=width,
+        PARTS=PARTS,
         STEP=STEP,
         GROUP_POW2=max(16, next_power_of_2(shared)),
-        **sizes,
+        D_POW2=max(16, next_power_of_2(width)),
         num_warps=4,
         num_stages=2,
     )
-    launch(combine_kernel, (rows * k.shape[1], shared), sums, tops, out, **sizes, num_warps=1, num_stages=1)
+    return sums, tops
+
+
+def combine(sums, tops, dtype):
+    """The attention of all parts: [B, H, 1, D] in `dtype`, from the results of `split`."""
+    rows, heads, _, shared, width = sums.shape
+    out = torch.empty(rows, heads * shared, 1, width, dtype=dtype, device=sums.device)
+    launch(
+        combine_kernel,
+        (rows * heads, shared),
+        sums,
+        tops,
+        out,
+        GROUP=shared,
+        D=width,
+        PARTS=PARTS,
+        D_POW2=max(16, next_power_of_2(width)),
+        num_warps=1,
+        num_stages=1,
+    )
     return out

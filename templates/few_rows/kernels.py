@@ -163,6 +163,7 @@ def product_kernel(
     a2,
     parts,  # [PARTS, rows, columns]
     xa,  # [PIECES, rows, RANKS]
+    before,  # programs of the adapters
     rows,
     columns,
     t0,  # of `tables_of`
@@ -190,11 +191,11 @@ def product_kernel(
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (tile of a weight's rows, part of the columns). The last tiles multiply by the adapters' A."""
-    tile = tl.program_id(0)
+    """Program (tile of a weight's rows, part of the columns). The first ones multiply by the adapters' A."""
+    tile = tl.program_id(0) - before
     part = tl.program_id(1)
     column = tile * TILE
-    if tile < tiles0:
+    if (tile >= 0) & (tile < tiles0):
         _times_weight(
             tile,
             x,
@@ -295,8 +296,8 @@ def product_kernel(
                 STEP,
                 ROWS,
             )
-    if tile >= tiles2:
-        piece = (tile - tiles2) * tl.num_programs(1) + part
+    if tile < 0:
+        piece = tl.program_id(0) * tl.num_programs(1) + part
         _times_adapters(plain, a0, a1, a2, xa, piece, rows, K, PIECE, COUNT, RANK0, RANK1, RANK2, RANKS_POW2, ROWS)
 
 

@@ -76,6 +76,7 @@ def begin(x, ordered, weights: Sequence[Weight], a, *, blocksize=64, quant_type=
         *(a[i] if i < len(a) else None for i in range(SIBLINGS)),
         parts,
         xa,
+        more,
         rows,
         parts.shape[2],
         *tables_of(quant_type),

@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 import torch
-from offline_cases import cases
+from offline_cases import cases, modules
 
 from tunecompile._torch import card, known_bugs
 
@@ -21,6 +21,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.bool: "*i1",
     torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -152,59 +153,7 @@ def trace(modules):
 
 
 if __name__ == "__main__":
-    from tunecompile.templates import (
-        adapters,
-        cross_entropy,
-        experts,
-        fp8,
-        layer_norm,
-        lora,
-        lora_mlp,
-        mxfp4,
-        nf4,
-        rms_norm,
-        swiglu,
-    )
-    from tunecompile.templates.attention import backward_pass as attention_backward
-    from tunecompile.templates.attention import causal_softmax
-    from tunecompile.templates.attention import forward_pass as attention_forward
-    from tunecompile.templates.few_rows import launches as few_rows
-    from tunecompile.templates.recurrent import selective_scan
-    from tunecompile.templates.recurrent.channel_rule import backward_pass as channel_backward
-    from tunecompile.templates.recurrent.channel_rule import chunks as channel_chunks
-    from tunecompile.templates.recurrent.channel_rule import forward_pass as channel_forward
-    from tunecompile.templates.recurrent.channel_rule import gradients as channel_gradients
-    from tunecompile.templates.recurrent.delta_rule import backward_pass as delta_backward
-    from tunecompile.templates.recurrent.delta_rule import chunks as delta_chunks
-    from tunecompile.templates.recurrent.delta_rule import forward_pass as delta_forward
-    from tunecompile.templates.recurrent.delta_rule import gradients as delta_gradients
-
-    everything = (
-        nf4,
-        mxfp4,
-        cross_entropy,
-        rms_norm,
-        swiglu,
-        lora,
-        lora_mlp,
-        fp8,
-        experts,
-        delta_chunks,
-        delta_forward,
-        delta_backward,
-        delta_gradients,
-        selective_scan,
-        channel_chunks,
-        channel_forward,
-        channel_backward,
-        channel_gradients,
-        layer_norm,
-        attention_forward,
-        attention_backward,
-        causal_softmax,
-        adapters,
-        few_rows,
-    )
+    everything = modules()
     what, *rest = sys.argv[1:]
     if what == "trace":
         trace(everything)

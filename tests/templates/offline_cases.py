@@ -3,6 +3,64 @@
 import torch
 
 
+def modules():
+    """The arguments of `cases`."""
+    from tunecompile.templates import (
+        adapters,
+        cross_entropy,
+        experts,
+        fp8,
+        layer_norm,
+        lora,
+        lora_mlp,
+        mxfp4,
+        nf4,
+        rms_norm,
+        swiglu,
+    )
+    from tunecompile.templates.attention import backward_pass as attention_backward
+    from tunecompile.templates.attention import causal_softmax, one_query
+    from tunecompile.templates.attention import forward_pass as attention_forward
+    from tunecompile.templates.few_rows import launches as few_rows
+    from tunecompile.templates.recurrent import selective_scan
+    from tunecompile.templates.recurrent.channel_rule import backward_pass as channel_backward
+    from tunecompile.templates.recurrent.channel_rule import chunks as channel_chunks
+    from tunecompile.templates.recurrent.channel_rule import forward_pass as channel_forward
+    from tunecompile.templates.recurrent.channel_rule import gradients as channel_gradients
+    from tunecompile.templates.recurrent.delta_rule import backward_pass as delta_backward
+    from tunecompile.templates.recurrent.delta_rule import chunks as delta_chunks
+    from tunecompile.templates.recurrent.delta_rule import forward_pass as delta_forward
+    from tunecompile.templates.recurrent.delta_rule import gradients as delta_gradients
+
+    return (
+        nf4,
+        mxfp4,
+        cross_entropy,
+        rms_norm,
+        swiglu,
+        lora,
+        lora_mlp,
+        fp8,
+        experts,
+        delta_chunks,
+        delta_forward,
+        delta_backward,
+        delta_gradients,
+        selective_scan,
+        channel_chunks,
+        channel_forward,
+        channel_backward,
+        channel_gradients,
+        layer_norm,
+        attention_forward,
+        attention_backward,
+        causal_softmax,
+        adapters,
+        few_rows,
+        one_query,
+    )
+
+
 def cases(
     nf4,
     mxfp4,
@@ -28,11 +86,22 @@ def cases(
     causal_softmax,
     adapters,
     few_rows,
+    one_query,
+    many=1,
+    batch=1,
+    device="cpu",
 ):
-    """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size."""
+    """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size.
+
+    `many` multiplies tokens, and makes weights and experts larger, too; `batch` is the number of rows of recurrences.
+    """
+    rows, choices, length = 64 * many, 512 * many, 200 * many
+    weight, experts_of = max(many >> 7, 1) * 1024, max(many >> 8, 1) * 128
+    sibling, siblings = max(weight >> 3, 1024), 3 if many == 1 else 1
+    chunks, parts = (length + 63) // 64, (length + 31) // 32
 
     def e(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def packed(n, k):
         blocks = n * k // 64
@@ -49,7 +118,7 @@ def cases(
             return function(
                 p,
                 a,
-                (1024, 4096),
+                (weight, 4096),
                 torch.bfloat16,
                 *rest,
                 absmax_code=code,
@@ -58,14 +127,14 @@ def cases(
                 **options,
             )
 
-        return call, packed(1024, 4096) + list(extra)
+        return call, packed(weight, 4096) + list(extra)
 
     def to_fp8(transposed):
         def call(out, scales, p, a, code, scale, offset):
             return fp8.write_nf4(
                 p,
                 a,
-                (1024, 4096),
+                (weight, 4096),
                 scales,
                 out,
                 transposed=transposed,
@@ -74,20 +143,28 @@ def cases(
                 absmax_offset=offset,
             )
 
-        rows, width = (4096, 1072) if transposed else (1024, 4144)
-        return call, [e(rows, width, dtype=torch.float8_e4m3fn), e(1, rows, dtype=torch.float32), *packed(1024, 4096)]
+        height, width = (4096, weight + 48) if transposed else (weight, 4144)
+        return call, [
+            e(height, width, dtype=torch.float8_e4m3fn),
+            e(1, height, dtype=torch.float32),
+            *packed(weight, 4096),
+        ]
 
     def piece(d, gate_up, y, xa, parts):
-        both = torch.cat([gate_up, gate_up.new_zeros(64, 64)], 1)
+        both = torch.cat([gate_up, gate_up.new_zeros(rows, 64)], 1)
         lora_mlp.backward_of_piece(d, both[:, :28672], y, xa, (16, 16), "silu", parts, both)
         return both
 
     def product(x, order, weight, inner, up, table, offsets):
-        return experts.rows(x, weight, offsets, table, 512, turned=True, order=order, choices=8, inner=inner, up=up)
+        return experts.rows(x, weight, offsets, table, choices, turned=True, order=order, choices=8, inner=inner, up=up)
 
     def forward():
-        total, square, state = e(1, 32, 256, dtype=torch.float32), e(1, 200, 32, 64), e(1, 4, 32, 128, 128)
-        final, values = e(1, 32, 128, 128, dtype=torch.float32), e(1, 200, 32, 128)
+        total, square, state = (
+            e(batch, 32, 64 * chunks, dtype=torch.float32),
+            e(batch, length, 32, 64),
+            e(batch, chunks, 32, 128, 128),
+        )
+        final, values = e(batch, 32, 128, 128, dtype=torch.float32), e(batch, length, 32, 128)
         return delta_chunks.Chunks(total, square, values, values), delta_forward.States(values, state, final)
 
     def by_channel(function, *rest):
@@ -97,8 +174,15 @@ def cases(
             made = channel_chunks.Chunks(total, keys, keys, through, squares, squares, squares, keys, values)
             return function(made, *given)
 
-        chunked = e(1, 256, 32, 128, dtype=torch.float32)
-        return call, [e(1, 4, 32, 128, dtype=torch.float32), chunked, keys, e(1, 200, 32, 64), values, *rest]
+        chunked = e(batch, 64 * chunks, 32, 128, dtype=torch.float32)
+        return call, [
+            e(batch, chunks, 32, 128, dtype=torch.float32),
+            chunked,
+            keys,
+            e(batch, length, 32, 64),
+            values,
+            *rest,
+        ]
 
     def delta(function, *rest):
         """A step of the rule's backward, under documents."""
@@ -110,74 +194,86 @@ def cases(
         return call, [*heads, rates, ends, numbers, *rest]
 
     heads, values, rates = (
-        [e(1, 200, 16, 128), e(1, 200, 16, 128), e(1, 200, 32, 128)],
-        e(1, 200, 32, 128),
-        e(1, 200, 32),
+        [e(batch, length, 16, 128), e(batch, length, 16, 128), e(batch, length, 32, 128)],
+        e(batch, length, 32, 128),
+        e(batch, length, 32),
     )
-    ends, numbers, sums = e(5, dtype=torch.int32), e(200, dtype=torch.int32), e(1, 200, 32, dtype=torch.float32)
-    keys, walked = e(1, 200, 32, 128), e(1, 4, 32, 128, 128)
-    scores = e(2, 64, 2048, dtype=torch.float32)  # of two heads' 32 queries each
-    documents, level = [e(64, 16, 256), e(64, 8, 256), e(64, 8, 256)], e(16, 64, dtype=torch.float32)
-    order, offsets, table = e(512, dtype=torch.int64), e(128, dtype=torch.int32), e(133, 4, dtype=torch.int32)
-    tokens, stack, xa, ups = e(64, 2048), e(128, 1536, 2048), e(512, 16), e(128, 16, 1536)
-    labels = e(8, dtype=torch.int64)
-    wide_x, wide_dt, wide_a = e(1, 200, 1024), e(1, 200, 1024), e(1024, 16, dtype=torch.float32)
-    spaces, wide_b, total = e(1, 7, 1024, 16, dtype=torch.float32), e(1, 200, 16), e(1, 7, 1024, dtype=torch.float32)
+    ends, numbers, sums = (
+        e(5, dtype=torch.int32),
+        e(length, dtype=torch.int32),
+        e(batch, length, 32, dtype=torch.float32),
+    )
+    keys, walked = e(batch, length, 32, 128), e(batch, chunks, 32, 128, 128)
+    scores = e(2 * many, 64, 2048, dtype=torch.float32)  # of two heads' 32 queries each
+    documents, level = [e(rows, 16, 256), e(rows, 8, 256), e(rows, 8, 256)], e(16, rows, dtype=torch.float32)
+    order, offsets, table = (
+        e(choices, dtype=torch.int64),
+        e(experts_of, dtype=torch.int32),
+        e(experts_of + choices // 128 + 1, 4, dtype=torch.int32),
+    )
+    tokens, stack, xa, ups = e(rows, 2048), e(experts_of, 1536, 2048), e(choices, 16), e(experts_of, 16, 1536)
+    labels = e(8 * many, dtype=torch.int64)
+    wide_x, wide_dt, wide_a = e(batch, length, 1024), e(batch, length, 1024), e(1024, 16, dtype=torch.float32)
+    spaces, wide_b, total = (
+        e(batch, parts, 1024, 16, dtype=torch.float32),
+        e(batch, length, 16),
+        e(batch, parts, 1024, dtype=torch.float32),
+    )
     scan = [wide_x, wide_dt, wide_a, wide_b, wide_b]
-    q = e(2, 64, 32, 128).transpose(1, 2)
-    w, x, wide = e(4096), e(64, 4096), e(64, 2 * 14336)
+    q = e(2 * many, 64, 32, 128).transpose(1, 2)
+    w, x, wide = e(4096), e(rows, 4096), e(rows, 2 * 14336)
     gate, up = wide[:, :14336], wide[:, 14336:]
     return {
         "nf4": nested(nf4.dequantize),
         "nf4_siblings": (
             lambda p, a, code, scale, offset, b: nf4.dequantize_siblings(
-                [nf4.Weight(p, a, code, scale, offset, 1024)] * 3,
+                [nf4.Weight(p, a, code, scale, offset, sibling)] * 3,
                 4096,
-                torch.empty(3072, 4160, dtype=torch.bfloat16),
+                e(3 * sibling, 4160),
                 [nf4.Adapter(b, 2.0, 16 * i) for i in range(3)],
             ),
-            packed(1024, 4096) + [e(1024, 16, dtype=torch.float32)],
+            packed(sibling, 4096) + [e(sibling, 16, dtype=torch.float32)],
         ),
         "mxfp4": (
-            lambda p, s: mxfp4.dequantize(p, s, (1024, 4096), torch.bfloat16),
-            [e(1024, 2048, dtype=torch.uint8), e(1024, 128, dtype=torch.uint8)],
+            lambda p, s: mxfp4.dequantize(p, s, (weight, 4096), torch.bfloat16),
+            [e(weight, 2048, dtype=torch.uint8), e(weight, 128, dtype=torch.uint8)],
         ),
         "fp8_quantize": (
             lambda x, extra: fp8.quantize_rows(x, extra, 4096 + 48),
-            [e(64, 4096), e(64, 16, dtype=torch.float32)],
+            [x, e(rows, 16, dtype=torch.float32)],
         ),
-        "fp8_quantize_wide": (lambda x: fp8.quantize_rows(x, None, 28672), [e(8, 28672)]),
+        "fp8_quantize_wide": (lambda x: fp8.quantize_rows(x, None, 28672), [e(8 * many, 28672)]),
         "fp8_adapter": (
-            lambda m, b: fp8.begin_weight(m, b, 4096, 4096, 4096 + 64),
-            [e(dtype=torch.float32), e(4096, 16, dtype=torch.float32)],
+            lambda m, b: fp8.begin_weight(m, b, 4 * weight, 4096, 4096 + 64),
+            [e(dtype=torch.float32), e(4 * weight, 16, dtype=torch.float32)],
         ),
         "fp8_dense": (
             lambda w, s, out: fp8.write_dense(w, s, out),
-            [e(1024, 4096), e(1, 1024, dtype=torch.float32), e(1024, 4144, dtype=torch.float8_e4m3fn)],
+            [e(weight, 4096), e(1, weight, dtype=torch.float32), e(weight, 4144, dtype=torch.float8_e4m3fn)],
         ),
         "fp8_dense_transposed": (
             lambda w, s, out: fp8.write_dense(w.t(), s, out),
-            [e(1024, 4096), e(1, 4096, dtype=torch.float32), e(4096, 1040, dtype=torch.float8_e4m3fn)],
+            [e(weight, 4096), e(1, 4096, dtype=torch.float32), e(4096, weight + 16, dtype=torch.float8_e4m3fn)],
         ),
         "fp8_nf4": to_fp8(transposed=False),
         "fp8_nf4_transposed": to_fp8(transposed=True),
-        "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8, 128256), labels]),
+        "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8 * many, 128256), labels]),
         "cross_entropy_all": (
             lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
-            [e(8, 49152), labels],
+            [e(8 * many, 49152), labels],
         ),
         "cross_entropy_rows": (
             lambda z, y, f: cross_entropy.loss_and_grad_(z, y, factors=f),
-            [e(8, 128256), labels, e(8, dtype=torch.float32)],
+            [e(8 * many, 128256), labels, e(8 * many, dtype=torch.float32)],
         ),
         "cross_entropy_statistics": (
             lambda z, y, f: cross_entropy.statistics_and_grad_(
                 z, y, cross_entropy.STATISTICS, factors=f, entropy_factors=f, softcap=30.0
             ),
-            [e(8, 151936), labels, e(8, dtype=torch.float32)],
+            [e(8 * many, 151936), labels, e(8 * many, dtype=torch.float32)],
         ),
         "rms_norm": (lambda x, w, r: rms_norm.forward(x, w, residual=r), [x, w, x]),
-        "rms_norm_wide": (lambda x, w: rms_norm.forward(x, w), [e(8, 28672), e(28672)]),
+        "rms_norm_wide": (lambda x, w: rms_norm.forward(x, w), [e(8 * many, 28672), e(28672)]),
         "rms_norm_backward": (
             lambda g, x, w, r: rms_norm.backward(g, x, w, residual_grad=r, need_weight_grad=True),
             [x, x, w, x],
@@ -186,14 +282,17 @@ def cases(
             lambda g, x, w: rms_norm.backward(g, x, w, offset=1.0, round_before_scale=False),
             [q, q, e(128)],
         ),
-        "attention": (lambda *given: attention.forward(*given, 512, 0.06, 128, 50.0), [*documents, ends]),
+        "attention": (
+            lambda *given: attention.forward(*given, max(rows // 2, 512), 0.06, 128, 50.0),
+            [*documents, ends],
+        ),
         "attention_wide": (
-            lambda *given: attention.forward(*given, 512, 0.06),
-            [e(64, 8, 512), e(64, 1, 512), e(64, 1, 512), ends],
+            lambda *given: attention.forward(*given, max(rows // 2, 512), 0.06),
+            [e(rows, 8, 512), e(rows, 1, 512), e(rows, 1, 512), ends],
         ),
         **{
             f"attention_{name}": (
-                lambda *given, back=back: back(*given, 512, 0.06, 0, 50.0),
+                lambda *given, back=back: back(*given, max(rows // 2, 512), 0.06, 0, 50.0),
                 [documents[0], *documents, level, level, ends],
             )
             for name, back in (
@@ -216,37 +315,51 @@ def cases(
             [gate, gate, up, e(gate.shape[0], 1)],
         ),
         "clamped_gate": (lambda both: swiglu.clamped(both, 1.702, 7.0), [wide]),
-        "clamped_gate_backward": (lambda d, both: swiglu.clamped_backward(d, both, 1.702, 7.0), [e(64, 14336), wide]),
-        "lora_rows": (lambda a, out: lora.append_rows(a, out, 4), [e(16, 4096, dtype=torch.float32), e(20, 4096)]),
+        "clamped_gate_backward": (lambda d, both: swiglu.clamped_backward(d, both, 1.702, 7.0), [e(rows, 14336), wide]),
+        "lora_rows": (
+            lambda a, out: lora.append_rows(a, out, 4),
+            [e(weight, 4096, dtype=torch.float32), e(weight + 4, 4096)],
+        ),
         "lora_columns": (
             lambda xa, out: lora.append_columns(xa, out, 4096),
-            [e(64, 16, dtype=torch.float32), e(64, 4112)],
+            [e(rows, 16, dtype=torch.float32), e(rows, 4112)],
         ),
-        "lora_beside": (lambda x, xa, out: lora.write_beside(x, xa, out), [e(64, 4096), e(64, 32), e(64, 4160)]),
+        "lora_beside": (lambda x, xa, out: lora.write_beside(x, xa, out), [x, e(rows, 32), e(rows, 4160)]),
+        "lora_mlp_piece": (
+            piece,
+            [gate, wide, e(rows, 16), e(rows, 32), e(max(rows // 512, 1), 3, 16, 14336, dtype=torch.float32)],
+        ),
         "few_rows_begin": (
             lambda x, p, absmax, code, scale, offset, a: few_rows.begin(
-                x, x, [nf4.Weight(p, absmax, code, scale, offset, 1024)] * 3, [a] * 3
+                x, x, [nf4.Weight(p, absmax, code, scale, offset, weight)] * siblings, [a] * siblings
             ),
-            [e(8, 4096), *packed(1024, 4096), e(16, 4096, dtype=torch.float32)],
+            [e(8, 4096), *packed(weight, 4096), e(16, 4096, dtype=torch.float32)],
         ),
         "few_rows_finish": (
             lambda parts, xa, b: few_rows.finish(parts, xa, [b] * 3, [2.0, 2.0, 1.0], torch.bfloat16),
-            [e(8, 8, 3072, dtype=torch.float32), e(8, 8, 48, dtype=torch.float32), e(1024, 16, dtype=torch.float32)],
+            [e(8, 8, 3 * weight, dtype=torch.float32), e(8, 8, 48, dtype=torch.float32), e(weight, 16)],
         ),
-        "lora_mlp_piece": (piece, [gate, wide, e(64, 16), e(64, 32), e(1, 3, 16, 14336, dtype=torch.float32)]),
+        "one_query_split": (
+            lambda q, k, v, mask: one_query.split(q, k, v, mask, 0.1),
+            [e(8, 32, 1, 128), *[e(8, 8, 10 * rows, 128)] * 2, e(8, 1, 1, 10 * rows, dtype=torch.bool)],
+        ),
+        "one_query_combine": (
+            lambda sums, tops: one_query.combine(sums, tops, torch.bfloat16),
+            [e(8, 8, 8, 4, 128, dtype=torch.float32), e(8, 8, 8, 2, 4, dtype=torch.float32)],
+        ),
         "lora_mlp": (
             lambda d, gu, y, xa: lora_mlp.backward(d, gu, y, xa, (16, 16), width=28736),
-            [gate, wide, e(64, 16), e(64, 32)],
+            [gate, wide, e(rows, 16), e(rows, 32)],
         ),
-        "experts_tiles": (lambda offsets, like: experts.tiles(offsets, 512, like), [offsets, tokens]),
+        "experts_tiles": (lambda offsets, like: experts.tiles(offsets, choices, like), [offsets, tokens]),
         "experts_rows": (product, [tokens, order, stack, xa, ups, table, offsets]),
         "experts_input": (
-            lambda grad, stack, table, offsets: experts.rows(grad, stack, offsets, table, 512, turned=False),
-            [e(512, 1536), stack, table, offsets],
+            lambda grad, stack, table, offsets: experts.rows(grad, stack, offsets, table, choices, turned=False),
+            [e(choices, 1536), stack, table, offsets],
         ),
         "experts_narrow": (
-            lambda x, a, table, offsets: experts.rows(x, a, offsets, table, 512, turned=True),
-            [e(512, 2048), e(128, 16, 2048), table, offsets],
+            lambda x, a, table, offsets: experts.rows(x, a, offsets, table, choices, turned=True),
+            [e(choices, 2048), e(experts_of, 16, 2048), table, offsets],
         ),
         "experts_outer": (
             lambda xa, x, order, offsets: experts.outer(xa, x, offsets, order=order, choices=8),
@@ -254,15 +367,15 @@ def cases(
         ),
         "experts_collect": (
             lambda y, places: experts.collect(y, places, 8, torch.float32),
-            [e(512, 2048), order],
+            [e(choices, 2048), order],
         ),
-        "adapters_project": (adapters.project, [e(512, 2112)[:, :2048], e(2048, 48, dtype=torch.float32)]),
+        "adapters_project": (adapters.project, [e(choices, 2112)[:, :2048], e(2048, 48, dtype=torch.float32)]),
         "adapters_reduce": (
             lambda x, u: adapters.reduce(x, u),
-            [e(512, 2112)[:, :2048], e(512, 48, dtype=torch.float32)],
+            [e(choices, 2112)[:, :2048], e(choices, 48, dtype=torch.float32)],
         ),
-        "experts_zero_idle": (experts.zero_idle, [e(128, 768, 2048), offsets]),
-        "experts_zero_behind": (experts.zero_behind, [e(512, 2048), offsets]),
+        "experts_zero_idle": (experts.zero_idle, [e(experts_of, 768, 2048), offsets]),
+        "experts_zero_behind": (experts.zero_behind, [e(choices, 2048), offsets]),
         "scan_ends": (
             lambda x, dt, a, b, c, numbers: selective_scan.chunk_ends(x, dt, a, b, numbers),
             [*scan, numbers],
@@ -272,7 +385,7 @@ def cases(
             [*scan, numbers],
         ),
         "scan_starts": (
-            lambda states, total, a, numbers, last: selective_scan.starts(states, total, a, numbers, 200, last),
+            lambda states, total, a, numbers, last: selective_scan.starts(states, total, a, numbers, length, last),
             [spaces, total, wide_a, numbers, spaces[:, 0]],
         ),
         "scan_outputs": (selective_scan.outputs, [*scan, numbers, spaces]),
@@ -285,7 +398,7 @@ def cases(
         "channel_sums": (channel_chunks.sums, [keys, values]),
         "channel_prepare": (
             lambda q, k, v, total, beta, numbers: channel_chunks.prepare(q, k, v, total, beta, numbers, 0.1),
-            [keys, keys, values, e(1, 256, 32, 128, dtype=torch.float32), rates, numbers],
+            [keys, keys, values, e(batch, 64 * chunks, 32, 128, dtype=torch.float32), rates, numbers],
         ),
         "channel_scan": by_channel(channel_forward.scan),
         "channel_outputs": by_channel(
@@ -328,14 +441,20 @@ def cases(
         "delta_scan_back": delta(
             lambda call, waiting, final: delta_backward.scan(call, forward()[0], waiting, final),
             values,
-            e(1, 32, 128, 128, dtype=torch.float32),
+            e(batch, 32, 128, 128, dtype=torch.float32),
         ),
         "delta_products": delta(lambda call, given: delta_gradients.products(call, forward()[0], given, given), values),
         "delta_operands": delta(
             lambda call, states, square, missing, one, other: delta_gradients.operands(
                 call, *forward(), states, square, square, missing, one, other
             ),
-            *(e(1, 4, 32, 128, 128), e(1, 200, 32, 64), values, sums, e(1, 200, 32, dtype=torch.float32)),
+            *(
+                e(batch, chunks, 32, 128, 128),
+                e(batch, length, 32, 64),
+                values,
+                sums,
+                e(batch, length, 32, dtype=torch.float32),
+            ),
         ),
         "swiglu_backward": (lambda d, g, u: swiglu.backward(d, g, u, "gelu_tanh", recompute=True), [gate, gate, up]),
     }

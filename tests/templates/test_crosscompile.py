@@ -91,6 +91,8 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         "lora_beside": ["out"],
         "lora_mlp_piece": ["both", "parts"],
         "few_rows_begin": ["parts", "xa"],
+        "one_query_split": ["sums", "tops"],
+        "one_query_combine": ["out"],
         "few_rows_finish": ["out", "projected"],
         **dict.fromkeys(["experts_tiles", "experts_rows", "experts_input", "experts_narrow"], ["out"]),
         **dict.fromkeys(["adapters_project", "adapters_reduce"], ["out"]),

@@ -26,7 +26,8 @@ CHUNK = 64
 @triton.jit
 def row_of(tensor, row, head, token, stride_row, stride_token, stride_head):
     """Pointers to the values of tokens, for one head of [B, T, H, ...]."""
-    return tensor + row.to(tl.int64) * stride_row + token.to(tl.int64) * stride_token + head * stride_head
+    tensor += row.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head
+    return tensor + token.to(tl.int64) * stride_token
 
 
 @triton.jit
