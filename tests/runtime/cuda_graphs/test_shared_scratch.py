@@ -199,3 +199,23 @@ def test_what_a_graph_hands_through_is_the_callers_own():
         and torch.equal(whole, torch.arange(6.0))
         and torch.equal(double, 2 * weight)
     )
+
+
+@pytest.mark.parametrize(
+    "part",
+    [lambda base: base[3:], lambda base: base[:, 1], lambda base: base[2:, 1:3].t(), lambda base: base[1::2]],
+    ids=["later rows", "a column", "turned", "every other row"],
+)
+def test_slices_are_handed_through_where_they_lie(part):
+    """Inputs that are parts of larger tensors, each call's at another place: what is handed through is of that place."""
+    weight, owner = torch.ones(1), replay.GraphReplays(CpuRecorder())
+    graph = owner.forward(lambda inputs: [inputs[0], inputs[0][1:], inputs[0][-1], inputs[0] * inputs[1]], handed=4)
+    bases = [torch.arange(24.0).view(6, 4) + 100 * number for number in range(3)]
+    made = owner.record(graph, graph.pool, [part(bases[0]), weight], {1}, 4)
+    assert made is not None and made.passed == {0: 0, 1: 0, 2: 0}
+    for base in bases:
+        given = part(base)
+        whole, rest, last, product = made.replay([given, weight])
+        for found, right in ((whole, given), (rest, given[1:]), (last, given[-1])):
+            assert found.equal(right) and found.data_ptr() == right.data_ptr()
+        assert product.equal(given)
