@@ -30,5 +30,5 @@ def _in_one_form(mask: Tensor, known: dict[Any, tuple[Tensor, Tensor]]) -> Tenso
     key = id(mask), mask._version  # which counts what is written to what it is a view of
     if key not in known:
         of_one_row = mask.shape[0] > 1 and mask.stride(0) == 0 and mask.numel() <= WRITTEN_OUT
-        known[key] = mask, mask.contiguous() if of_one_row else mask.data
+        known[key] = mask, mask.contiguous() if of_one_row else mask.detach()
     return known[key][1]
