@@ -163,6 +163,19 @@ def test_backward_twice():
     assert empty(offload)
 
 
+def test_each_backward_copies_each_byte_back_once():
+    offload = make_offload()
+    loss = offloaded(offload)(inputs())
+    offload.settle()
+    out = offload.report()["bytes_out"]
+    assert out > 0
+    for number in (1, 2, 3):
+        loss.backward(retain_graph=True)
+        offload.settle()
+        report = offload.report()
+        assert (report["bytes_out"], report["bytes_back"]) == (out, number * out)
+
+
 @pytest.mark.parametrize("order", [(0, 1), pytest.param((1, 0), marks=pytest.mark.slow), None])
 def test_two_forwards_then_two_backwards(order):
     offload = make_offload()
