@@ -145,6 +145,8 @@ def variants():
             turned = [heads_first(t, dims - 2) if t.dim() == dims and t.shape[-1] != 64 else t for t in args]
             yield f"{name}_heads_first", MANY // 8, (function, turned)
     for name, (function, args) in cases(*modules(), batch=MANY, device="meta").items():
+        if name == "scan_starts":  # the last of its arguments is there backward alone
+            yield "scan_starts_forward", 1, (function, [*args[:-1], None])
         if name.startswith(("delta", "channel", "scan")):  # documents are of one row
             yield f"{name}_of_rows", 1, (function, [None if t.dtype == torch.int32 else t for t in args])
     packed, weight = torch.empty(2**31, 1, dtype=torch.uint8, device="meta"), 2**20
