@@ -226,6 +226,22 @@ def test_two_forwards_before_one_backward(pair):
     same((model, reference), lambda m: once(m, seed=3))
 
 
+@pytest.mark.parametrize("length", [16, 12], ids=["recorded", "new"])
+def test_forwards_without_gradients_are_neither_recorded_nor_replayed(pair, length, monkeypatch):
+    """Scores run by the code that trains. No backward follows, for which a recording would hold what is saved."""
+    model, _ = pair
+    before, played = warm(model, length=16), []
+    inner = replay.Recording.replay
+    monkeypatch.setattr(replay.Recording, "replay", lambda self, given: played.append(self) or inner(self, given))
+    words = zoo.batch(length=length)["input_ids"]
+    for _ in range(5):
+        with torch.no_grad():
+            found, right = (m(words, use_cache=False).logits for m in pair)
+            assert torch.allclose(found, right, atol=1e-5)
+    assert recorded(model) == before == 6 and not played
+    same(pair, lambda m: once(m, length=16))
+
+
 @pytest.mark.slow
 def test_a_forward_without_a_backward(pair):
     model, reference = pair
