@@ -1,22 +1,20 @@
-"""Generation between training steps: a plain model and an optimized one, with each kind of cache. One JSON.
+"""`generate()` of a model that trains, ms a token: transformers' own loop and recorded steps, in one process. One JSON.
 
-    python benchmarks/steps/generation.py --model llama-3.1-8b --layers 8 \\
-        --out benchmarks/results/generation-llama-3.1-8b-lora.json
+    python benchmarks/steps/generation.py --model llama-3.1-8b --mode qlora --rows 8,1,64 \\
+        --out benchmarks/results/generation-llama-3.1-8b-qlora.json
 
-Random weights with LoRA. One model is optimized and trained for some steps; the other one is a copy that gets its
-adapters. Both then generate from the same prompts in turn, greedily, and the adapters change once more. `paged` is
-transformers' continuous batching.
+Random weights with adapters that are not zero, random prompts, sampled tokens, as TRL's trainers call it: bf16 autocast,
+no gradients. A token's time is that of a long call less that of a short one, by the tokens between. `apart` is how far
+log-probs of the tokens as they were generated are from those of the same tokens scored by one forward, mean absolute
+nats: of bf16's rounding, in both systems.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,134 +25,97 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installati
 import tunecompile
 from benchmarks._jobs import DEVICE, loop_job
 from benchmarks._results import write
-from tunecompile.cli.compare.data import random_batches
-from tunecompile.cli.compare.loops import train_loop
 from tunecompile.cli.compare.machine import header
 from tunecompile.cli.compare.models import load_model
-from tunecompile.cli.compare.spec import Job, parse_shape
 from tunecompile.errors import summary
 from tunecompile.estimate.known_shapes import SHAPES
 
-CACHES = ("dynamic", "static", "paged")
-STEPS = 4  #: of training, before anything is generated
+SHORT = 2  #: tokens of the call that is subtracted
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--mode", choices=("qlora", "lora"), default="lora")
+    parser.add_argument("--mode", choices=("qlora", "lora"), default="qlora")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--caches", default=",".join(CACHES))
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens")
-    parser.add_argument("--tokens", type=int, default=64, help="that are generated")
-    parser.add_argument("--rounds", type=int, default=3, help="timed, after one that is not")
+    parser.add_argument("--rows", default="8", help="prompts of a call; several, separated by commas")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens")
+    parser.add_argument("--tokens", type=int, default=512, help="that are generated")
+    parser.add_argument("--hf-tokens", type=int, default=16, help="that transformers' loop generates: it is slow")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
 
-def train(model: nn.Module, job: Job, vocabulary: int, steps: int) -> None:
-    batches = random_batches(parse_shape(job.shapes[0]), vocabulary, job, job.seed, steps)
-    train_loop(model, batches, job, "training")
-    model.eval()
+def settings(tokens: int, sample: bool) -> dict[str, Any]:
+    """Of a call that gives each row so many tokens."""
+    sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
+    return {"max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0, "eos_token_id": 2, **sampled}
 
 
-def hand_over(trained: nn.Module, plain: nn.Module) -> None:
-    """Give the copy the weights that were trained."""
-    with torch.no_grad():
-        for ours, theirs in zip(trained.parameters(), plain.parameters(), strict=True):
-            if ours.requires_grad:
-                theirs.copy_(ours)
+def generate(model: nn.Module, prompts: Tensor, tokens: int, sample: bool = True, **more: Any) -> Any:
+    mask = torch.ones_like(prompts)
+    with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16):
+        return model.generate(prompts, attention_mask=mask, **settings(tokens, sample), **more)
 
 
-def generator(cache: str, prompts: Tensor, tokens: int) -> Callable[[nn.Module], list[list[int]]]:
-    """A function that gives the new tokens of each prompt."""
-    greedy = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-
-    def at_once(model: nn.Module) -> list[list[int]]:
-        settings = greedy if cache == "dynamic" else greedy | {"cache_implementation": cache}
-        mask = torch.ones_like(prompts)
-        return model.generate(prompts, attention_mask=mask, **settings)[:, prompts.shape[1] :].tolist()
-
-    def by_blocks(model: nn.Module) -> list[list[int]]:
-        from transformers import GenerationConfig
-
-        settings = GenerationConfig(**greedy, eos_token_id=-1, pad_token_id=0)
-        made = model.generate_batch(prompts.tolist(), generation_config=settings)
-        return [made[name].generated_tokens for name in sorted(made, key=lambda name: int(name.rpartition("_")[2]))]
-
-    return by_blocks if cache == "paged" else at_once
-
-
-def timed(generate: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
-    """Milliseconds, and what was generated: it is on the host, so the device has ended."""
+def seconds(model: nn.Module, prompts: Tensor, tokens: int) -> float:
+    """Of one call. What was generated is on the host, so the device has ended."""
     begun = time.perf_counter()
-    made = generate()
-    return 1e3 * (time.perf_counter() - begun), made
+    generate(model, prompts, tokens).cpu()
+    return time.perf_counter() - begun
 
 
-@torch.no_grad()
-def errors(systems: dict[str, nn.Module], prompts: Tensor) -> dict[str, float]:
-    """The relative error of each system's logits against fp32, at the prompts' ends.
+def apart(model: nn.Module, prompts: Tensor, tokens: int = 16) -> float:
+    """How far the tokens' log-probs are from those of one forward, in nats."""
+    made = generate(model, prompts, tokens, sample=False, return_dict_in_generate=True, output_logits=True)
+    chosen = made.sequences[:, prompts.shape[1] :, None]
+    then = torch.stack(made.logits, 1).float().log_softmax(-1).gather(-1, chosen)
+    with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16):
+        logits = model(made.sequences[:, :-1], logits_to_keep=tokens).logits
+    return (logits.float().log_softmax(-1).gather(-1, chosen) - then).abs().mean().item()
 
-    (Tokens of random weights are near ties.)
-    """
-    wide = copy.deepcopy(systems["hf"]).float()(prompts).logits[:, -1]
-    found = {name: model(prompts).logits[:, -1].float() for name, model in systems.items()}
-    return {name: ((logits - wide).norm() / wide.norm()).item() for name, logits in found.items()}
 
-
-def beside(
-    systems: dict[str, nn.Module], generate: Callable[[nn.Module], list[list[int]]], rounds: int
-) -> list[dict[str, Any]]:
-    """A row for each system, timed in turn."""
-    times: dict[str, list[float]] = {name: [] for name in systems}
-    made: dict[str, list[list[int]]] = {}
-    for _ in range(1 + rounds):
-        for name, model in systems.items():
-            spent, made[name] = timed(lambda: generate(model))
-            times[name].append(spent)
-    count = sum(map(len, next(iter(made.values()))))
-    return [
-        {
-            "system": name,
-            "status": "ok",
-            "ms": median(each[1:]),
-            "all_ms": each,
-            "tokens_per_s": 1e3 * count / median(each[1:]),
-        }
-        for name, each in times.items()
-    ]
+def measure(model: nn.Module, prompts: Tensor, tokens: int) -> dict[str, Any]:
+    """A row's figures."""
+    first = seconds(model, prompts, SHORT if tokens < 64 else tokens)
+    held = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    short, long = seconds(model, prompts, SHORT), seconds(model, prompts, SHORT + tokens)
+    each = 1e3 * (long - short) / tokens
+    row = {"status": "ok", "first_s": first, "ms_a_token": each, "tokens_per_s": 1e3 * len(prompts) / each}
+    row |= {"call_s": long, "new": tokens, "apart": apart(model, prompts)}
+    if DEVICE == "cuda":
+        row["beside_gib"] = (torch.cuda.max_memory_allocated() - held) / 2**30
+    return row
 
 
 def main() -> int:
     given = parse_arguments()
-    job = loop_job(given, shapes=("2x512" if DEVICE == "cuda" else "2x32",))
-    model = load_model(job)
-    plain = copy.deepcopy(model).eval()
-    tunecompile.optimize(model, executor="inductor" if DEVICE == "cuda" else "eager")
-    vocabulary = model.config.vocab_size
-    prompts = torch.randint(3, vocabulary, (given.rows, given.prompt), device=DEVICE)
+    model = load_model(loop_job(given, shapes=("2x512",))).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    sizes = [int(rows) for rows in given.rows.split(",")]
     result: dict[str, Any] = {**header(), "report": "", "runs": []}
-    cases = [(cache, changed) for cache in given.caches.split(",") for changed in (False, True)]
-    for place, (cache, changed) in enumerate(cases):
-        train(model, job, vocabulary, 1 if changed else STEPS)
-        hand_over(model, plain)
-        about = {"model": given.model, "mode": given.mode, "layers": given.layers, "cache": cache, "changed": changed}
-        about |= {"shape": f"{given.rows}x{given.prompt}+{given.tokens}"}
-        generate = generator(cache, prompts, given.tokens)
+    cases = [(system, rows) for system in ("hf", "tunecompile") for rows in sizes]
+    for place, (system, rows) in enumerate(cases):
+        torch.manual_seed(rows)
+        prompts = torch.randint(3, vocabulary, (rows, given.prompt), device=DEVICE)
+        about = {"model": given.model, "mode": given.mode, "layers": given.layers, "system": system}
+        about |= {"shape": f"{rows}x{given.prompt}+{given.tokens}"}
+        if system == "tunecompile":
+            tunecompile.optimize(model, executor="inductor" if DEVICE == "cuda" else "eager")
         try:
-            systems = {"hf": plain, "tunecompile": model}
-            apart = errors(systems, prompts)
-            rows = [row | {"error": apart[row["system"]]} for row in beside(systems, generate, given.rounds)]
-        except Exception as error:  # the other caches are told
-            rows = [{"system": "tunecompile", "status": f"error: {summary(error)}"}]
-        result["runs"] += [about | row for row in rows]
-        result["report"] = str(tunecompile.report(model))
+            row = measure(model, prompts, given.tokens if system == "tunecompile" else given.hf_tokens)
+        except Exception as error:  # the other sizes are told
+            row = {"status": f"error: {summary(error)}"}
+        result["runs"].append(about | row)
+        if system == "tunecompile":
+            result["report"] = str(tunecompile.report(model))
         write(given.out, result, [" ".join(map(str, case)) for case in cases[place + 1 :]])
-        for row in rows:
-            told = f"{row['ms']:.1f} ms, error {row['error']:.1e}" if "ms" in row else row["status"]
-            print(f"{cache}, adapters changed: {changed}, {row['system']}: {told}", flush=True)
+        print({**about, **row}, flush=True)
     return 0 if all(row["status"] == "ok" for row in result["runs"]) else 1
 
 

@@ -340,10 +340,10 @@ def finish_kernel(
     inside = there & (rank < RANKS)[:, None]
     total = tl.zeros([TILE, ROWS], tl.float32)
     narrow = tl.zeros([RANKS_POW2, ROWS], tl.float32)
-    for part in range(PARTS):
+    for part in tl.static_range(PARTS):  # all loads at once
         at = (part * rows + row)[None, :]
         total += tl.load(parts + at.to(tl.int64) * columns + column, mask=there, other=0.0)
-    for piece in range(PIECES):
+    for piece in tl.static_range(PIECES):
         narrow += tl.load(xa + (piece * rows + row)[None, :] * RANKS + rank[:, None], mask=inside, other=0.0)
     # Each weight's tiles read their own adapter, beside zeros for the others'
     mine = rank < tl.where(tile < tiles0, RANK0, 0)

@@ -16,10 +16,10 @@ __all__ = ["MAX_RANKS", "MAX_ROWS", "begin", "finish", "in_order"]
 
 MAX_ROWS = 64  #: of x: beyond, a product with dequantised weights is faster
 MAX_RANKS = 64  #: of all adapters together
-TILES = (128, 64)  #: rows of a weight that a program multiplies: the first that divides all
+TILE = 64  #: rows of a weight that a program multiplies; 128 need too many registers to hide their loads
 STEP = 128  #: columns that it takes at once
 MAX_PARTS = 8
-PIECE = 256  #: columns of a product with A
+PIECES = 16  #: programs that multiply by all A
 
 
 def in_order(x):
@@ -55,13 +55,13 @@ def begin(x, ordered, weights: Sequence[Weight], a, *, blocksize=64, quant_type=
         ValueError: sizes do not fit.
     """
     rows, k = x.shape
-    ranks, tile = [m.shape[0] for m in a], _tile([w.rows for w in weights])
-    if k % STEP or not tile or rows > MAX_ROWS or sum(ranks) > MAX_RANKS:
+    ranks = [m.shape[0] for m in a]
+    if k % STEP or any(w.rows % TILE for w in weights) or rows > MAX_ROWS or sum(ranks) > MAX_RANKS:
         raise ValueError(f"{rows} rows of {k} columns, weights of {[w.rows for w in weights]}, ranks {ranks}")
-    tiles = [sum(w.rows for w in weights[: i + 1]) // tile for i in range(len(weights))]
+    tiles = [sum(w.rows for w in weights[: i + 1]) // TILE for i in range(len(weights))]
     count = _parts(x, tiles[-1], k)
-    more = max(1, k // (PIECE * count)) if k % (PIECE * count) == 0 else 1  # programs beside, for the adapters
-    parts = torch.empty(count, rows, tiles[-1] * tile, dtype=torch.float32, device=x.device)
+    more = next(n for n in range(max(1, PIECES // count), 0, -1) if k % (n * count * 64) == 0)
+    parts = torch.empty(count, rows, tiles[-1] * TILE, dtype=torch.float32, device=x.device)
     xa = torch.empty(more * count, rows, sum(ranks), dtype=torch.float32, device=x.device)
     blank = Weight(None, None, None, None, None, 0)
     arguments = []
@@ -91,7 +91,7 @@ def begin(x, ordered, weights: Sequence[Weight], a, *, blocksize=64, quant_type=
         **{f"RANK{i}": ranks[i] if i < len(ranks) else 0 for i in range(SIBLINGS)},
         RANKS_POW2=max(16, next_power_of_2(sum(ranks))),
         PERMUTE=not triton.knobs.runtime.interpret and torch.version.hip is None,
-        TILE=tile,
+        TILE=TILE,
         STEP=STEP,
         ROWS=max(16, next_power_of_2(rows)),
         num_warps=4,
@@ -114,7 +114,7 @@ def finish(parts, xa, b, factors, dtype):
         (y, xa) in `dtype`: [rows, N] and [rows, R].
     """
     count, rows, columns = parts.shape
-    tiles = [sum(m.shape[0] for m in b[: i + 1]) // TILES[-1] for i in range(len(b))]
+    tiles = [sum(m.shape[0] for m in b[: i + 1]) // TILE for i in range(len(b))]
     ranks = [m.shape[1] for m in b]
     out = torch.empty(rows, columns, dtype=dtype, device=parts.device)
     projected = torch.empty(rows, xa.shape[2], dtype=dtype, device=parts.device)
@@ -123,7 +123,7 @@ def finish(parts, xa, b, factors, dtype):
         arguments += [b[i], b[i].stride(0), tiles[i]] if i < len(b) else [None, 0, tiles[-1]]
     launch(
         finish_kernel,
-        (columns // TILES[-1],),
+        (columns // TILE,),
         parts,
         xa,
         *arguments[:-1],
@@ -137,7 +137,7 @@ def finish(parts, xa, b, factors, dtype):
         **{f"RANK{i}": ranks[i] if i < len(ranks) else 0 for i in range(SIBLINGS)},
         **{f"FACTOR{i}": factors[i] if i < len(factors) else 1.0 for i in range(SIBLINGS)},
         RANKS_POW2=max(16, next_power_of_2(sum(ranks))),
-        TILE=TILES[-1],
+        TILE=TILE,
         ROWS=max(16, next_power_of_2(rows)),
         num_warps=4,
         num_stages=2,
@@ -145,12 +145,7 @@ def finish(parts, xa, b, factors, dtype):
     return out, projected
 
 
-def _tile(rows: Sequence[int]) -> int:
-    """Rows that a program multiplies; 0 where nothing divides all."""
-    return next((tile for tile in TILES if all(n % tile == 0 for n in rows)), 0)
-
-
 def _parts(x, tiles: int, k: int) -> int:
-    """Parts of the columns, for four programs on each multiprocessor."""
+    """Parts of the columns, for six programs on each multiprocessor: as many as run there at once."""
     fits = [count for count in (1, 2, 4, MAX_PARTS) if k % (count * STEP) == 0]
-    return next((count for count in fits if tiles * count >= 4 * multiprocessors(x.device)), fits[-1])
+    return next((count for count in fits if tiles * count >= 6 * multiprocessors(x.device)), fits[-1])
