@@ -11,11 +11,13 @@ from report_tables import RESULTS, complete, load_all, measured_on, shown, to_ma
 HEAD = ("trainer, batch", "system", "tokens/s", "step, ms", "peak, GiB", "first step, s", "tunecompile is faster by")
 GENERATION = (
     "model, rows x prompt + new tokens",
-    "cache",
-    "adapters",
-    "HF + PEFT, ms",
-    "**tunecompile**, ms",
+    "HF + PEFT, ms a token",
+    "**tunecompile**, ms a token",
     "as fast",
+    "tokens/s",
+    "first call, s",
+    "GiB beside the model",
+    "nats from scoring (HF's)",
 )
 #: packages whose versions stand below a table, and their names in results
 ALONE = (("torch", "torch"), ("transformers", "transformers"))
@@ -192,25 +194,27 @@ def _steps(run: dict[str, Any]) -> str:
 
 
 def render_generation(folder: Path = RESULTS) -> str:
-    """A row for each cache, before and after the adapters changed: a plain model and an optimized one."""
+    """A row for each size: transformers' own loop and recorded steps."""
     return _table("generation-*.json", folder, _generated, GENERATION, ALONE)
 
 
 def _generated(runs: list[dict[str, Any]]) -> list[list[str]]:
+    done = {(run["system"], run["shape"]): run for run in runs if run["status"] == "ok"}
     rows = []
-    for plain in (run for run in runs if run["system"] == "hf"):
-        case = plain["cache"], plain["changed"]
-        ours = next(run for run in runs if run["system"] == "tunecompile" and (run["cache"], run["changed"]) == case)
-        times = [
-            f"{run['ms']:.0f} ({min(run['all_ms'][1:]):.0f} to {max(run['all_ms'][1:]):.0f})" for run in (plain, ours)
-        ]
+    for (system, shape), ours in done.items():
+        theirs = done.get(("hf", shape))
+        if system == "hf" or theirs is None:
+            continue
         rows.append(
             [
-                _case(plain),
-                plain["cache"],
-                "trained further" if plain["changed"] else "trained",
-                *times,
-                f"{plain['ms'] / ours['ms']:.2f}x",
+                _case(ours),
+                f"{theirs['ms_a_token']:.0f}",
+                f"{ours['ms_a_token']:.1f}",
+                f"{theirs['ms_a_token'] / ours['ms_a_token']:.0f}x",
+                f"{ours['tokens_per_s']:,.0f}",
+                f"{ours['first_s']:.0f}",
+                f"{ours['beside_gib']:.1f}" if "beside_gib" in ours else "",
+                f"{ours['apart']:.3f} ({theirs['apart']:.3f})",
             ]
         )
     return rows

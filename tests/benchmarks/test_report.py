@@ -105,19 +105,21 @@ def test_the_readmes_table_of_several_gpus(tmp_path):
     )
 
 
-def test_generation_stands_beside_that_of_a_plain_model(tmp_path):
-    """A cache that no time was left for has no row; the untimed round is in no spread."""
-    run = {"model": "m", "mode": "lora", "layers": 4, "shape": "8x128+64", "cache": "static", "status": "ok"}
+def test_generation_stands_beside_transformers_loop(tmp_path):
+    """A size that one of them did not end has no row."""
+    run = {"model": "m", "mode": "qlora", "layers": 4, "shape": "8x128+64", "status": "ok", "first_s": 2.0}
+    run |= {"tokens_per_s": 1600.0, "apart": 0.01}
     runs = [
-        run | {"changed": False, "system": "hf", "ms": 200.0, "all_ms": [9000.0, 190.0, 200.0, 210.0]},
-        run | {"changed": False, "system": "tunecompile", "ms": 250.0, "all_ms": [9.0, 240.0, 250.0, 260.0]},
-        run | {"changed": True, "cache": "paged", "system": "hf", "status": "left out: no time was left"},
+        run | {"system": "hf", "ms_a_token": 100.0},
+        run | {"system": "hf", "ms_a_token": 90.0, "shape": "1x128+64"},
+        run | {"system": "tunecompile", "ms_a_token": 5.0, "apart": 0.02, "beside_gib": 1.25},
+        run | {"system": "tunecompile", "shape": "1x128+64", "status": "error: no memory"},
     ]
     result = {"date": "2026", "versions": {"torch": "2"}, "machine": {"gpu": "g"}, "runs": runs}
     (tmp_path / "generation-m.json").write_text(json.dumps(result))
     text = report.render_generation(tmp_path)
-    row = "| m (4 layers), lora, 8x128+64 | static | trained | 200 (190 to 210) | 250 (240 to 260) | 0.80x |"
-    assert row in text and "paged" not in text
+    row = "| m (4 layers), qlora, 8x128+64 | 100 | 5.0 | 20x | 1,600 | 2 | 1.2 | 0.020 (0.010) |"
+    assert row in text and "1x128" not in text
     assert report.render_generation(tmp_path / "nothing") == ""
 
 
