@@ -1,6 +1,7 @@
 """When a layer runs by its own code, and what is said then. No layer is compiled."""
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,9 @@ def looping(why=WHY, padding=None):
     asked = []
     loops = SimpleNamespace(refuse=lambda *given, new: asked.append((*given, new)) or why)
     region = SimpleNamespace(loops=loops, refused=Counter())
-    return SimpleNamespace(layer=nn.Tanh(), region=region, padding=padding), asked
+    slot = SimpleNamespace(layer=nn.Tanh(), region=region, padding=padding)
+    slot._run_eagerly = partial(layer_slot.LayerSlot._run_eagerly, slot)
+    return slot, asked
 
 
 def owner(drops):
