@@ -63,6 +63,7 @@ PIPELINE = [
     recognize.rms_norm,
     recognize.add_rms_norm,  # the sum that ends a rotation is not a residual, if it is normed
     recognize.lora_mlp,  # gate|up, activation and down as one, where a template joins their backward
+    recognize.linear_4bit,  # what has no adapter, in rollouts
     plan.tile,
     plan.remat,
     plan.providers,

@@ -21,6 +21,7 @@ from tunecompile.passes.recognize.linear_cross_entropy import PASS as linear_cro
 from tunecompile.passes.recognize.lora import PASS as lora
 from tunecompile.passes.recognize.lora_mlp import PASS as lora_mlp
 from tunecompile.passes.recognize.lora_nf4 import PASS as lora_nf4
+from tunecompile.passes.recognize.nf4 import FEW_ROWS as linear_4bit
 from tunecompile.passes.recognize.nf4 import PASS as nf4
 from tunecompile.passes.recognize.rms_norm import PASS as rms_norm
 from tunecompile.passes.recognize.rope import PASS as rope
@@ -39,6 +40,7 @@ __all__ = [
     "experts",
     "grouped_linear",
     "layer_norm",
+    "linear_4bit",
     "linear_cross_entropy",
     "lora",
     "lora_mlp",

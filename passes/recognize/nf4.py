@@ -9,12 +9,13 @@ from tunecompile._torch.autograd import set_grad_enabled
 from tunecompile._torch.modules import linear
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import drop_clones, dtype_of, value
-from tunecompile.ir.nodes import is_barrier
-from tunecompile.ir.rewrite import erase_dead, replace, where_from
-from tunecompile.ops import dequantize_4bit
+from tunecompile.ir.nodes import DISTURBED, is_barrier, is_disturbed
+from tunecompile.ir.rewrite import annotate, erase_dead, replace, where_from
+from tunecompile.ops import dequantize_4bit, linear_4bit
 from tunecompile.ops.nf4 import CODES
+from tunecompile.ops.packed.few_rows import refuse
 
-__all__ = ["PASS"]
+__all__ = ["FEW_ROWS", "PASS"]
 
 _PARAMETERS = (
     "A",
@@ -125,4 +126,30 @@ def run(graph: Graph, context: Context) -> None:
     context.tallies.append(tally)
 
 
+def _of_few_rows(graph: Graph, context: Context) -> None:
+    """Frozen 4-bit linears that no adapter has, in a step of a rollout: packed weights are read where they are."""
+    tally = MatchCount("linear_4bit")
+    for node in list(graph.find_nodes(op="call_function", target=linear)):
+        x, weight, bias = (*node.args, *node.kwargs.values(), None)[:3]
+        if not isinstance(weight, Node) or weight.target is not dequantize_4bit.overload or value(node).requires_grad:
+            continue
+        *tensors, rows, columns, blocksize, quant_type, dtype = weight.args
+        if refuse(value(x), columns, [value(tensors[0])], [rows], blocksize, [], []) or dtype != value(x).dtype:
+            continue
+        if is_disturbed(weight, node):
+            tally.refuse(DISTURBED)
+            continue
+        with graph.inserting_before(node):
+            new = graph.call_function(linear_4bit.overload, (x, *tensors, bias, rows, blocksize, quant_type))
+        annotate(new, node)
+        node.replace_all_uses_with(new)
+        erase_dead(graph, [node, weight])
+        tally.rewrote()
+    if tally.found:
+        context.tallies.append(tally)
+
+
+FEW_ROWS = Pass(
+    "linear_4bit", "recognize", _of_few_rows, requires=frozenset({"nf4"}), provides=frozenset({"linear_4bit"})
+)
 PASS = Pass("nf4", "recognize", run, provides=frozenset({"nf4"}))

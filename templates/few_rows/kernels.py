@@ -296,7 +296,7 @@ def product_kernel(
                 STEP,
                 ROWS,
             )
-    if tile < 0:
+    if RANK0 > 0 and tile < 0:
         piece = tl.program_id(0) * tl.num_programs(1) + part
         _times_adapters(plain, a0, a1, a2, xa, piece, rows, K, PIECE, COUNT, RANK0, RANK1, RANK2, RANKS_POW2, ROWS)
 

@@ -43,13 +43,14 @@ def begin(x, ordered, weights: Sequence[Weight], a, *, blocksize=64, quant_type=
         x: [rows, K], any floating dtype, contiguous; at most `MAX_ROWS`, and 128 divides K.
         ordered: `in_order(x)`.
         weights: [N_i, K] each, 64 divides N_i; of one format: all double-quantised, or none.
-        a: [r_i, K], any floating dtype, contiguous; one a weight.
+        a: [r_i, K], any floating dtype, contiguous; one a weight, or none.
         blocksize: weights a block, 64 or a multiple of 128.
         quant_type: "nf4" or "fp4".
         absmax_blocksize: blocks that share a ``scale`` of double quantisation.
 
     Returns:
         (parts, xa), fp32 [P, rows, sum of N_i] and [Q, rows, sum of r_i]: their sums over P and Q are the products.
+        Without adapters there is nothing in xa.
 
     Raises:
         ValueError: sizes do not fit.
@@ -60,9 +61,9 @@ def begin(x, ordered, weights: Sequence[Weight], a, *, blocksize=64, quant_type=
         raise ValueError(f"{rows} rows of {k} columns, weights of {[w.rows for w in weights]}, ranks {ranks}")
     tiles = [sum(w.rows for w in weights[: i + 1]) // TILE for i in range(len(weights))]
     count = _parts(x, tiles[-1], k)
-    more = next(n for n in range(max(1, PIECES // count), 0, -1) if k % (n * count * 64) == 0)
+    more = next(n for n in range(max(1, PIECES // count), 0, -1) if k % (n * count * 64) == 0) if a else 0
     parts = torch.empty(count, rows, tiles[-1] * TILE, dtype=torch.float32, device=x.device)
-    xa = torch.empty(more * count, rows, sum(ranks), dtype=torch.float32, device=x.device)
+    xa = torch.empty(max(1, more) * count, rows, max(1, sum(ranks)), dtype=torch.float32, device=x.device)
     blank = Weight(None, None, None, None, None, 0)
     arguments = []
     for i in range(SIBLINGS):
@@ -82,7 +83,7 @@ def begin(x, ordered, weights: Sequence[Weight], a, *, blocksize=64, quant_type=
         *tables_of(quant_type),
         K=k,
         LENGTH=k // count,
-        PIECE=k // (more * count),
+        PIECE=k // (max(1, more) * count),
         BLOCKSIZE=blocksize,
         ABSMAX_BLOCK=absmax_blocksize,
         NESTED=weights[0].code is not None,

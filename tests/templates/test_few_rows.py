@@ -50,6 +50,14 @@ def test_as_with_dequantised_weights(device, cast, rows, k, sizes, ranks, option
         assert apart.max() < 3e-2, "a column is wrong"
 
 
+def test_without_adapters(device, cast):
+    made = torch.bfloat16 if device.type == "cuda" else torch.float32
+    w, x = Weight(128, 256, device), torch.randn(3, 256, generator=torch.Generator().manual_seed(2)).to(device, made)
+    parts, _ = few_rows.begin(x, few_rows.in_order(x), [w.member()], [])
+    right = x.double() @ w.reference(torch.float32, cast).double().t()
+    assert (parts.sum(0).double() - right).norm() / right.norm() < 5e-3
+
+
 def test_order_of_columns():
     x = torch.arange(128).reshape(1, 128)
     found = few_rows.in_order(x)[0]

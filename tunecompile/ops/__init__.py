@@ -26,6 +26,7 @@ from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.nf4 import dequantize_4bit
 from tunecompile.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tunecompile.ops.packed import dequantize_fp8_blocks, dequantize_mxfp4
+from tunecompile.ops.packed.few_rows import linear_4bit
 from tunecompile.ops.recurrent import channel_delta_rule, gated_delta_rule, selective_scan, short_convolution, ssd_scan
 from tunecompile.ops.rope import rope
 from tunecompile.ops.swiglu import clamped_gate, gated_activation, weighted_gate
@@ -50,6 +51,7 @@ __all__ = [
     "grouped_lora_linear",
     "inverse_order",
     "layer_norm",
+    "linear_4bit",
     "linear_cross_entropy",
     "linear_cross_entropy_rows",
     "lora_linear",

@@ -1,16 +1,19 @@
 """Products of few rows with packed weights, as a step of a rollout has them (`tunecompile.templates.few_rows`)."""
 
 from collections.abc import Sequence
+from typing import Optional
 
 import torch
 from torch import Tensor
 
 from tunecompile._torch.card import AMPERE, older_than
-from tunecompile.ir.op import refuse_gpu
+from tunecompile._torch.modules import linear
+from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
 from tunecompile.ops.frozen_weights import PackedWeights
+from tunecompile.ops.nf4 import dequantize_4bit
 
-__all__ = ["BECAUSE", "product", "refuse"]
+__all__ = ["BECAUSE", "linear_4bit", "product", "refuse"]
 
 BECAUSE = "few rows: 4-bit weights are unpacked in registers, and never written"
 MAX_ROWS, MAX_RANKS, SIBLINGS = 64, 64, 3  #: as the template's
@@ -61,6 +64,58 @@ def product(
     """
     from tunecompile.templates.few_rows import launches as few_rows
 
+    return few_rows.finish(*_parts(x, packed, a), b, scales, x.dtype)
+
+
+def _parts(x: Tensor, packed: PackedWeights, a: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    from tunecompile.templates.few_rows import launches as few_rows
+
     kind = {"blocksize": packed.blocksize, "quant_type": packed.quant_type}
-    parts, xa = few_rows.begin(x, few_rows.in_order(x).contiguous(), packed.members(), a, **kind)
-    return few_rows.finish(parts, xa, b, scales, x.dtype)
+    return few_rows.begin(x, few_rows.in_order(x).contiguous(), packed.members(), a, **kind)
+
+
+def _refuse_linear(x: Tensor, packed: Tensor, rows: int, blocksize: int) -> Note | None:
+    return refuse(x, x.shape[-1], [packed], [rows], blocksize, [], [])
+
+
+@op(cost=Cost.MATMUL, flops=lambda x, packed, *_: 4 * (x.numel() // x.shape[-1]) * packed.numel())
+def linear_4bit(
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    absmax_code: Optional[Tensor],
+    absmax_scale: Optional[Tensor],
+    absmax_offset: Optional[Tensor],
+    bias: Optional[Tensor],
+    rows: int,
+    blocksize: int,
+    quant_type: str,
+) -> Tensor:
+    """Return x W^T + bias of a frozen 4-bit weight without an adapter (QLoRA, arXiv:2305.14314). It has no backward.
+
+    Args:
+        x: [..., K], any floating dtype.
+        packed: of W, [rows, K]. This and the following arguments: as for `tunecompile.ops.nf4.dequantize_4bit`.
+        absmax: its scales.
+        absmax_code: of double quantisation, or None; so are the next two.
+        absmax_scale: one a 256 blocks.
+        absmax_offset: one element.
+        bias: [rows] in x's dtype, or None.
+        rows: of W.
+        blocksize: weights a block.
+        quant_type: "nf4" or "fp4".
+
+    Returns:
+        [..., rows], in x's dtype.
+    """
+    nested = (absmax_code, absmax_scale, absmax_offset)
+    weight = dequantize_4bit.reference(packed, absmax, *nested, rows, x.shape[-1], blocksize, quant_type, x.dtype)
+    return linear(x, weight, bias)
+
+
+@linear_4bit.provider("few_rows", because=BECAUSE, refuses=_refuse_linear)
+def _(x, packed, absmax, absmax_code, absmax_scale, absmax_offset, bias, rows, blocksize, quant_type):
+    nested = [[] if each is None else [each] for each in (absmax_code, absmax_scale, absmax_offset)]
+    weight = PackedWeights([packed], [absmax], *nested, [rows], blocksize, quant_type, x.shape[-1], x.dtype)
+    y = _parts(x.reshape(-1, x.shape[-1]).contiguous(), weight, [])[0].sum(0).to(x.dtype)
+    return (y if bias is None else y + bias).reshape(*x.shape[:-1], rows)

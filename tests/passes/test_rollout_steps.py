@@ -1,0 +1,106 @@
+"""What passes find in a step of a rollout, which has no gradient: one query over a cache, and 4-bit linears of few rows."""
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.passes.functions import linear_4bit, repeated
+from tests.support.passes.run import Recorder, family, random
+
+ATTENTION, LINEAR = family("one_query_attention"), family("nf4", "linear_4bit")
+ROWS, HEADS, LENGTH, WIDTH = 2, 4, 10, 8
+
+
+def found(fn, *args, passes, grad=False):
+    """The ops in the graph, and why nothing was rewritten; the result has to be that of the function."""
+    torch._dynamo.reset()
+    recorder = Recorder(passes)
+    with torch.set_grad_enabled(grad):
+        expected = fn(*(arg.clone() for arg in args))
+        torch.testing.assert_close(
+            torch.compile(fn, backend=recorder)(*(arg.clone() for arg in args)), expected, atol=1e-5, rtol=1e-5
+        )
+    return dict(recorder.seen.ops), recorder.seen.refused
+
+
+def cached(queries=1, keys=2, grad=False):
+    """Queries, a cache, and a mask that hides its end."""
+    mask = torch.arange(LENGTH)[None, None, None].expand(ROWS, 1, queries, LENGTH) < 7
+    made = [random(ROWS, heads, n, WIDTH, grad=grad) for heads, n in ((HEADS, queries), (keys, LENGTH), (keys, LENGTH))]
+    return *made, mask
+
+
+def over_cache(q, k, v, mask):
+    k, v = (repeated(x, q.shape[1] // x.shape[1]) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+
+
+def after_a_token(q, k, v, mask):
+    at, token = torch.tensor([6]), q[:, :2]
+    k.index_copy_(2, at, token)
+    v.index_copy_(2, at, 2 * token)
+    return over_cache(q, k, v, mask)
+
+
+def written_between(q, k, v, mask):
+    """Keys are repeated before they are written to: the call reads the old ones."""
+    old = repeated(k, 2)
+    k.mul_(2.0)
+    return F.scaled_dot_product_attention(q, old, repeated(v, 2), attn_mask=mask, scale=0.3) + k.sum()
+
+
+@pytest.mark.parametrize("fn", [over_cache, after_a_token])
+@pytest.mark.parametrize("keys", [2, 4])
+def test_one_query_over_a_cache(fn, keys):
+    if fn is after_a_token and keys != 2:
+        pytest.skip("two heads are written")
+    assert found(fn, *cached(keys=keys), passes=ATTENTION)[0] == {"one_query_attention": 1}
+
+
+def per_head(q, k, v, mask):
+    return over_cache(q, k, v, mask.expand(-1, HEADS, -1, -1) & (torch.arange(HEADS)[None, :, None, None] < 9))
+
+
+def added(q, k, v, mask):
+    return over_cache(q, k, v, torch.where(mask, 0.0, -1e9))
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "grad"),
+    [
+        (over_cache, cached(queries=2), False),
+        (over_cache, cached(grad=True), True),
+        (per_head, cached(), False),
+        (added, cached(), False),
+        (written_between, cached(), False),
+    ],
+)
+def test_what_stays_torchs(fn, args, grad):
+    assert found(fn, *args, passes=ATTENTION, grad=grad)[0] == {}
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """The op's reference runs on the CPU."""
+    module = importlib.import_module("tunecompile.passes.recognize.nf4")
+    refused = module.refuse
+
+    def refuse(x, *others):
+        reason = refused(x, *others)
+        return None if reason is None or reason.code == "not-on-gpu" else reason
+
+    monkeypatch.setattr(module, "refuse", refuse)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"double": False}, {"quant_type": "fp4"}], ids=str)
+def test_linears_of_few_rows(on_a_gpu, options):
+    layer = linear_4bit(n=128, k=128, **options).requires_grad_(False)
+    assert found(layer, random(3, 128, grad=False), passes=LINEAR)[0] == {"linear_4bit": 1}
+
+
+def test_linears_of_many_rows_or_with_a_gradient(on_a_gpu):
+    layer = linear_4bit(n=128, k=128).requires_grad_(False)
+    assert found(layer, random(65, 128, grad=False), passes=LINEAR)[0] == {"dequantize_4bit": 1}
+    assert found(layer, random(3, 128), passes=LINEAR, grad=True)[0] == {"dequantize_4bit": 1}
