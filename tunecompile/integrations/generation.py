@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.distributed import several
-from tunecompile.integrations.transformers import CACHES
+from tunecompile.integrations.transformers import CACHES, is_cache
 from tunecompile.notes import Note, note
 
 #: processors of scores that read nothing but scores, and that a recording may hold
@@ -115,6 +115,39 @@ def static_cache(model: Any, length: int) -> Any:
         if (name := whole.get(type(layer).__name__)) is not None:
             cache.layers[index] = getattr(cache_utils, name)(max_cache_len=length)
     return cache
+
+
+def by_rows(kwargs: dict[str, Any]) -> bool:
+    """Whether it is known which of a prompt's arguments have values of single rows."""
+    plain = (bool, int, float, str)
+    return all(
+        name in ("attention_mask", "position_ids") or is_cache(value) or value is None or isinstance(value, plain)
+        for name, value in kwargs.items()
+    )
+
+
+def rows_of(kwargs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """These arguments for some rows. rows: int64, their numbers."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    made = {} if mask is None else {"attention_mask": mask[rows]}
+    # [rows, T], or with a dimension in front (of images' axes); one row may stand for all
+    if positions is not None and positions.shape[-2] > 1:
+        made["position_ids"] = positions.index_select(-2, rows)
+    return made
+
+
+def repeat_rows(cache: Any, rows: Tensor) -> None:
+    """Put rows of a cache in the place of its rows. rows: int64, the number of each new one among the old ones."""
+
+    def repeated(value: Any) -> Any:
+        return value.index_select(0, rows) if isinstance(value, Tensor) and value.dim() > 1 else value
+
+    for layer in cache.layers:
+        held = vars(layer)
+        for name, value in list(held.items()):
+            held[name] = {k: repeated(v) for k, v in value.items()} if type(value) is dict else repeated(value)
+        if "batch_size" in held:
+            held["batch_size"] = len(rows)
 
 
 def split_criteria(criteria: Iterable[Any]) -> tuple[Tensor | None, list[Any]]:

@@ -138,6 +138,27 @@ def test_the_weights_of_the_last_step(llama):
     assert not torch.equal(without, model.generate(**prompts(), **greedy())) and loop.calls == 4
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "lfm2"])
+def test_rows_of_one_prompt_are_computed_once(family, monkeypatch):
+    """As GRPO has them, and by `num_return_sequences`; an equal row elsewhere is computed by itself."""
+    model, ours, _ = pair(family)
+    counts = []
+    forward = type(ours)._prefill
+    monkeypatch.setattr(
+        type(ours),
+        "_prefill",
+        lambda self, ids, *given, **more: counts.append(len(ids)) or forward(self, ids, *given, **more),
+    )
+    rows = torch.tensor([0, 0, 0, 1, 1, 2, 0])
+    inputs = {name: value[rows] for name, value in prompts().items()}
+    expected = model.generate(**inputs, **greedy())
+    counts.clear()
+    assert torch.equal(ours.generate(**inputs, **greedy()), expected) and counts == [4]
+    torch.manual_seed(0)
+    drawn = ours.generate(**prompts(), **greedy(do_sample=True, num_return_sequences=3, eos_token_id=None))
+    assert counts == [4, 3] and drawn.shape[0] == 9 and len({tuple(row.tolist()) for row in drawn}) == 9
+
+
 @pytest.mark.parametrize(
     ("options", "code"),
     [

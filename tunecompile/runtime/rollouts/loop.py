@@ -19,6 +19,7 @@ from tunecompile.integrations import generation
 from tunecompile.notes import Note, note
 from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
 from tunecompile.runtime.model_state import State
+from tunecompile.runtime.rollouts import prompt
 from tunecompile.runtime.rollouts.choice import Choice
 from tunecompile.runtime.rollouts.decode_layers import DecodeLayers
 from tunecompile.runtime.rollouts.decode_step import DecodeStep, Rows
@@ -105,14 +106,14 @@ class _Run:
         self,
         loop: Loop,
         model: Any,
-        prompt: Tensor,
+        ids: Tensor,
         *,
         generation_config: Any,
         logits_processor: Any,
         stopping_criteria: Any,
         **kwargs: Any,
     ):
-        self.loop, self.model, self.prompt, self.config = loop, model, prompt, generation_config
+        self.loop, self.model, self.prompt, self.config = loop, model, ids, generation_config
         self.choice = Choice(logits_processor, generation_config.do_sample)
         self.ends, self.criteria = generation.split_criteria(stopping_criteria)
         self.longest = stopping_criteria.max_length
@@ -137,15 +138,11 @@ class _Run:
     def generate(self) -> Any:
         """All new tokens."""
         rows = self.rows = Rows(self.prompt, self.longest, self.ends, self.config._pad_token_tensor)
-        self.kwargs[generation.cache_name(self.kwargs)] = self.cache
-        output = self.model._prefill(self.prompt, self.config, self.kwargs)
-        kwargs = self.model._update_model_kwargs_for_generation(output, self.kwargs)
         at = self.prompt.shape[1]
-        self._choose(output.logits[:, -1].to(copy=True, dtype=torch.float32), at)
-        del output  # logits of the whole prompt, in some models
+        self._choose(prompt.fill(self.model, self.prompt, self.config, self.kwargs, self.cache), at)
         with self.model._optimize_model_for_decode():
             layers = self.loop.decoding(self.cache, self.length)
-            at = self._steps(DecodeStep(self.model, kwargs, rows, self.choice, self.length, layers), at + 1)
+            at = self._steps(DecodeStep(self.model, self.kwargs, rows, self.choice, self.length, layers), at + 1)
         at = min(at, int(rows.lengths.max()))
         self.loop.calls += 1
         self.loop.tokens += at - self.prompt.shape[1]

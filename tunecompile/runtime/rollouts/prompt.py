@@ -1,0 +1,54 @@
+"""The prompt's forward, which fills the cache. Neighbouring rows of one prompt are computed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunecompile.integrations import generation
+
+
+def fill(model: Any, prompt: Tensor, config: Any, kwargs: dict[str, Any], cache: Any) -> Tensor:
+    """Fill a cache, and return the logits of the first new token.
+
+    GRPO has several rows of each prompt. Their forward is that of one row, whose part of the cache is repeated.
+
+    Args:
+        model: transformers' model.
+        prompt: int64 [rows, T].
+        config: of the generation.
+        kwargs: of the model's first call. They get the cache, and are those of a step afterwards.
+        cache: in fixed memory.
+
+    Returns:
+        fp32 [rows, V].
+    """
+    of = _first_of_each(prompt, kwargs) if generation.by_rows(kwargs) else None
+    given, ids = dict(kwargs), prompt
+    if of is not None:
+        firsts = of.unique()
+        ids = prompt[firsts]
+        given |= generation.rows_of(kwargs, firsts)
+    for each in (given, kwargs):
+        each[generation.cache_name(kwargs)] = cache
+    output = model._prefill(ids, config, given)
+    kwargs |= model._update_model_kwargs_for_generation(output, kwargs)
+    logits = output.logits[:, -1].to(copy=True, dtype=torch.float32)
+    if of is None:
+        return logits
+    place = torch.searchsorted(firsts, of)  # of each row among the firsts
+    generation.repeat_rows(cache, place)
+    return logits[place]
+
+
+def _first_of_each(prompt: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """The first row of the prompt of each row, int64 [rows]; None where all prompts differ."""
+    same = (prompt[1:] == prompt[:-1]).all(-1)
+    if (mask := kwargs.get("attention_mask")) is not None:
+        same &= (mask[1:] == mask[:-1]).all(-1)
+    if not bool(same.any()):
+        return None
+    rows = torch.arange(len(prompt), device=prompt.device)
+    return torch.cat([rows[:1], rows[1:].where(~same, 0)]).cummax(0).values
