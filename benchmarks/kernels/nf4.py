@@ -22,6 +22,7 @@ from benchmarks._harness import (
 from tunecompile.ops.nf4 import CODES
 from tunecompile.templates import nf4
 from tunecompile.templates._tiles import Tile
+from tunecompile.templates.few_rows import launches
 
 CODE = torch.tensor(CODES["nf4"], device=DEVICE)
 
@@ -112,12 +113,41 @@ def run(bench):
             shown="NF4 to bf16" if first else "",
         )
     siblings(bench, bench.size(14336), bench.size(4096), rank=16)
+    few_rows(bench, -(-bench.size(28672) // 128) * 128, -(-bench.size(4096) // 128) * 128, rows=8)
     n, k = bench.size(14336), bench.size(4096)
     bench(
         f"copy of {n}x{k} bf16 (the limit)",
         {"torch": lambda x: x.clone()},
         lambda s: (randn(n, k, seed=s),),
         bytes=n * k * 4,
+    )
+
+
+def few_rows(bench, n, k, rows):
+    """A product of few rows, as a rollout's step has it: packed weights are read where they are."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter multiplies bf16 by their bits
+    dequantize = reference((n, k))
+
+    def in_registers(x, *weight):
+        parts, _ = launches.begin(x, launches.in_order(x).contiguous(), [nf4.Weight(*weight, n)], [])
+        return parts.sum(0).to(x.dtype)
+
+    def written(x, *weight):
+        return x @ dequantize(*weight).to(x.dtype).t()
+
+    def theirs():
+        from bitsandbytes import matmul_4bit
+
+        return lambda x, *weight: with_state((n, k), lambda packed, state: matmul_4bit(x, packed.t(), state)).prepare(
+            *weight
+        )()
+
+    bench(
+        f"{rows} rows by {n}x{k}",
+        {INDUCTOR: compiled(written), "bitsandbytes": attempt(theirs), TEMPLATE: compiled(in_registers)},
+        lambda s: (randn(rows, k, seed=s).to(dtype), *packed_nf4(n, k)(s)),
+        bytes=n * k * (0.5 + 1 / 64),
+        check=relative_error,
     )
 
 
