@@ -206,9 +206,9 @@ def output_of(model: Any, sequences: Tensor, scores: tuple | None, logits: tuple
     from transformers.generation import GenerateDecoderOnlyOutput
 
     grown = DynamicCache(config=model.config.get_text_config(decoder=True))
-    tokens = sequences.shape[1] - 1
+    rows, tokens = len(sequences), sequences.shape[1] - 1
     for index, layer in enumerate(cache.layers):
-        grown.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
+        grown.update(layer.keys[:rows, :, :tokens], layer.values[:rows, :, :tokens], index)
     name = next(name for name in CACHES if name in inspect.signature(GenerateDecoderOnlyOutput).parameters)
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{name: grown})
 

@@ -8,6 +8,8 @@ import torch
 import tunecompile
 from tests.runtime.rollouts.recorder import loop_of
 from tests.support import zoo
+from tunecompile.runtime.model_state import state_of
+from tunecompile.runtime.rollouts import prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ENDS = (7, 9, 30, 31, 200)
@@ -157,6 +159,20 @@ def test_rows_of_one_prompt_are_computed_once(family, monkeypatch):
     torch.manual_seed(0)
     drawn = ours.generate(**prompts(), **greedy(do_sample=True, num_return_sequences=3, eos_token_id=None))
     assert counts == [4, 3] and drawn.shape[0] == 9 and len({tuple(row.tolist()) for row in drawn}) == 9
+
+
+def test_few_numbers_of_rows_are_compiled():
+    """Further rows are added to a power of two, and nobody sees them."""
+    model, ours, _ = pair()
+    settings = greedy(return_dict_in_generate=True, output_scores=True)
+    for count in (5, 7, 8, 6):
+        inputs = {name: value[torch.arange(count) % 3] for name, value in prompts().items()}
+        expected, found = (each.generate(**inputs, **settings) for each in (model, ours))
+        assert torch.equal(found.sequences, expected.sequences) and found.scores[1].shape[0] == count
+        assert found.past_key_values.layers[0].keys.shape == expected.past_key_values.layers[0].keys.shape
+    (region,) = state_of(ours).regions
+    assert [variant.graphs for variant in region.variants.values()] == [1]
+    assert prompt.rounded(torch.ones(70, 2, dtype=torch.int64), {})[0].shape[0] == 96
 
 
 @pytest.mark.parametrize(

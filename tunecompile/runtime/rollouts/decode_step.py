@@ -20,15 +20,16 @@ class Rows:
         longest: tokens that a row may have, prompt included.
         ends: int64 [E], the tokens that end a row; None if none does.
         pad: int64 [], what follows the end of a row.
+        count: how many rows the caller has; those behind have ended.
     """
 
-    def __init__(self, prompt: Tensor, longest: int, ends: Tensor | None, pad: Tensor | None):
+    def __init__(self, prompt: Tensor, longest: int, ends: Tensor | None, pad: Tensor | None, count: int):
         rows, length = prompt.shape
         self.longest, self.ends = longest, None if ends is None else ends.to(prompt.device)
         self.pad = prompt.new_zeros(()) if pad is None else pad.to(prompt.device)
         self.tokens = torch.nn.functional.pad(prompt, (0, longest - length))
         self.at = prompt.new_full((), length)  #: the column of the next token
-        self.ended = prompt.new_zeros(rows, dtype=torch.bool)
+        self.ended = torch.arange(rows, device=prompt.device) >= count
         self.lengths = prompt.new_full((rows,), longest)  #: of each row, with the token that ended it
 
     @property

@@ -137,16 +137,19 @@ class _Run:
 
     def generate(self) -> Any:
         """All new tokens."""
-        rows = self.rows = Rows(self.prompt, self.longest, self.ends, self.config._pad_token_tensor)
+        count = len(self.prompt)
+        if self.choice.recorded and not self.criteria and generation.by_rows(self.kwargs):  # nobody else sees rows
+            self.prompt, self.kwargs = prompt.rounded(self.prompt, self.kwargs)
+        rows = self.rows = Rows(self.prompt, self.longest, self.ends, self.config._pad_token_tensor, count)
         at = self.prompt.shape[1]
         self._choose(prompt.fill(self.model, self.prompt, self.config, self.kwargs, self.cache), at)
         with self.model._optimize_model_for_decode():
             layers = self.loop.decoding(self.cache, self.length)
             at = self._steps(DecodeStep(self.model, self.kwargs, rows, self.choice, self.length, layers), at + 1)
-        at = min(at, int(rows.lengths.max()))
+        at = min(at, int(rows.lengths[:count].max()))
         self.loop.calls += 1
         self.loop.tokens += at - self.prompt.shape[1]
-        return self._result(rows.tokens[:, :at].clone())
+        return self._result(rows.tokens[:count, :at].clone())
 
     def _steps(self, step: DecodeStep, at: int) -> int:
         """The steps after the first token. Returns how many tokens rows have, the padding behind their ends included.
@@ -191,8 +194,9 @@ class _Run:
         if not self.config.return_dict_in_generate:
             return sequences
         kept = self.kept[: sequences.shape[1] - self.prompt.shape[1]]
-        logits = tuple(each[0] for each in kept) if self.config.output_logits else None
-        scores = tuple(each[1] for each in kept) if self.config.output_scores else None
+        count = len(sequences)
+        logits = tuple(each[0][:count] for each in kept) if self.config.output_logits else None
+        scores = tuple(each[1][:count] for each in kept) if self.config.output_scores else None
         return generation.output_of(self.model, sequences, scores, logits, self.cache)
 
 

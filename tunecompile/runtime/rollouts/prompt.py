@@ -9,6 +9,23 @@ from torch import Tensor
 
 from tunecompile.integrations import generation
 
+MOST = 64  #: rows up to which their number is rounded to a power of two; beyond, to a multiple of half as many
+
+
+def rounded(prompt: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Prompts and arguments with further rows, so that few numbers of rows are ever compiled.
+
+    A further row repeats the last prompt, whose forward is computed once for both, and has ended when it begins.
+
+    Args:
+        prompt: int64 [rows, T].
+        kwargs: of the model's first call, `generation.by_rows`.
+    """
+    count = len(prompt)
+    wanted = 1 << (count - 1).bit_length() if count <= MOST else -(-count // (MOST // 2)) * (MOST // 2)
+    rows = torch.arange(wanted, device=prompt.device).clamp(max=count - 1)
+    return prompt[rows], {**kwargs, **generation.rows_of(kwargs, rows)}
+
 
 def fill(model: Any, prompt: Tensor, config: Any, kwargs: dict[str, Any], cache: Any) -> Tensor:
     """Fill a cache, and return the logits of the first new token.
