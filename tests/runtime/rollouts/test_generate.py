@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tunecompile
 from tests.runtime.rollouts.recorder import loop_of
@@ -98,6 +99,23 @@ def test_outputs_as_a_dictionary(llama):
     theirs, mine = (each.past_key_values for each in (expected, found))
     assert type(mine) is type(theirs) and mine.get_seq_length() == theirs.get_seq_length()
     torch.testing.assert_close(mine.layers[1].keys, theirs.layers[1].keys)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo3", "gpt_oss"])
+def test_log_probs_are_those_of_a_forward(family):
+    """Of drawn tokens, as a trainer scores them: ratios of GRPO begin at 1."""
+    model, ours, _ = pair(family)
+    torch.manual_seed(0)
+    settings = greedy(do_sample=True, top_k=0, return_dict_in_generate=True, output_logits=True, eos_token_id=None)
+    made = ours.generate(**prompts(), **settings)
+    chosen = made.sequences[:, 11:, None]
+    mask = F.pad(prompts()["attention_mask"], (0, 20), value=1)
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        scored = model(made.sequences, attention_mask=mask, position_ids=places).logits[:, 10:-1]
+    then = torch.stack(made.logits, 1)
+    for found, right in ((then, scored), *(([x.log_softmax(-1).gather(-1, chosen) for x in (then, scored)],))):
+        torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
 
 
 def test_samples_have_the_distribution_of_the_scores(llama):
