@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable
@@ -34,13 +35,14 @@ class GenerateSlot:
 
 def _standing(slot: GenerateSlot, own: Callable) -> Callable:
     """The function that stands there."""
+    names = list(inspect.signature(own).parameters)[1:]  # arguments may be given by position
 
     @functools.wraps(own)
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(own, self) if slot.before is None else slot.before
         if self is not slot.model():  # a copy
             return own(self, *args, **kwargs)
-        if (why := why_not_given(self, kwargs)) is not None:
+        if (why := why_not_given(self, {**dict(zip(names, args, strict=False)), **kwargs})) is not None:
             slot.loop.left[why] = None
             return call(*args, **kwargs)
         return call(*args, custom_generate=slot.loop, **kwargs)
