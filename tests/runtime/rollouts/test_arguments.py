@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria
 
 from tests.runtime.rollouts.test_generate import greedy, pair, prompts
 
@@ -30,3 +30,11 @@ def compare(llama, call) -> set[tuple[str, str]]:
 def test_a_configuration_given_by_position(llama, options, why):
     mask, config = prompts()["attention_mask"], GenerationConfig(**greedy(**options))
     assert compare(llama, lambda m: m.generate(prompts()["input_ids"], config, attention_mask=mask)) == why
+
+
+def test_a_criterion_that_answers_for_all_rows(llama):
+    class Long(StoppingCriteria):
+        def __call__(self, input_ids, scores, **_):
+            return input_ids.shape[1] > 15
+
+    assert compare(llama, lambda m: m.generate(**prompts(), stopping_criteria=[Long()], **greedy())) == set()

@@ -46,8 +46,9 @@ class Rows:
         if self.ends is not None:
             self.end(torch.isin(chosen, self.ends))
 
-    def end(self, rows: Tensor) -> None:
-        """Rows end with the token that was appended last. rows: bool [rows]."""
+    def end(self, rows: Tensor | bool) -> None:
+        """Rows end with the token that was appended last. rows: bool [rows], or one value for all of them."""
+        rows = torch.as_tensor(rows, device=self.ended.device)
         self.lengths.copy_(torch.where(rows & ~self.ended, self.at, self.lengths))
         self.ended.logical_or_(rows)
 
