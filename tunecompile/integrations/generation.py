@@ -74,9 +74,15 @@ def why_left(model: Any, config: Any, kwargs: dict[str, Any]) -> Note | None:
         return note("generation-argument", "attn_implementation")
     if config.prefill_chunk_size is not None:
         return note("generation-argument", "prefill_chunk_size")
+    if config.is_assistant:  # its cache is cropped, and another model's tokens come into it
+        return note("generation-argument", "is_assistant")
+    if kwargs.get("inputs_embeds") is not None:  # tokens, and so lengths, are counted from behind them
+        return note("generation-argument", "inputs_embeds")
     cache = kwargs.get(cache_name(kwargs))
     if not kwargs.get("use_cache") or type(cache).__name__ != "DynamicCache":
         return note("generation-cache", type(cache).__name__)
+    if config.cache_implementation not in (None, "dynamic"):  # one that the host holds is of the same class
+        return note("generation-cache", config.cache_implementation)
     if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
         return note("generation-cache", "the caller's")
     return None

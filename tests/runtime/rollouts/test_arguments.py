@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig, StoppingCriteria
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria
 
 from tests.runtime.rollouts.test_generate import greedy, pair, prompts
 
@@ -32,9 +32,39 @@ def test_a_configuration_given_by_position(llama, options, why):
     assert compare(llama, lambda m: m.generate(prompts()["input_ids"], config, attention_mask=mask)) == why
 
 
+def test_prompts_of_embeddings(llama):
+    """Their tokens are counted from behind the prompt, and their cache is not."""
+    inputs = prompts(length=60)
+    mask = inputs["attention_mask"]
+
+    def call(model):
+        embedded = model.get_input_embeddings()(inputs["input_ids"])
+        return model.generate(inputs_embeds=embedded, attention_mask=mask, **greedy())
+
+    assert compare(llama, call) == {("generation-argument", "inputs_embeds")}
+
+
+def test_the_assistant_of_another_model(llama):
+    def call(assistant):
+        return llama[0].generate(prompts(1)["input_ids"], assistant_model=assistant, **greedy())
+
+    model, ours, loop = llama
+    loop.left.clear()
+    assert torch.equal(call(ours), call(model))
+    assert {why.subject for why in loop.left} == {"is_assistant"}
+
+
 def test_a_criterion_that_answers_for_all_rows(llama):
     class Long(StoppingCriteria):
         def __call__(self, input_ids, scores, **_):
             return input_ids.shape[1] > 15
 
     assert compare(llama, lambda m: m.generate(**prompts(), stopping_criteria=[Long()], **greedy())) == set()
+
+
+def test_a_cache_that_the_host_holds(llama, monkeypatch):
+    """Its class is that of a cache on the device."""
+    monkeypatch.setattr("transformers.generation.utils.DynamicCache", lambda config, **_: DynamicCache(config=config))
+    assert compare(llama, lambda m: m.generate(**prompts(), **greedy(cache_implementation="offloaded"))) == {
+        ("generation-cache", "offloaded")
+    }
