@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.distributed import several
+from tunecompile._torch.modules import global_hooks, is_of
 from tunecompile.integrations.transformers import CACHES, is_cache
 from tunecompile.notes import Note, note
 
@@ -33,6 +35,8 @@ _OF_ITS_OWN = ("assistant_model", "custom_generate", "streamer", "synced_gpus", 
 _LIKE_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  #: one value a token, which stays
 
 
+#: packages whose functions, as hooks, do nothing beside what they launch
+_OF_PACKAGES = ("torch.", "transformers.", "peft.", "trl.", "accelerate.", "bitsandbytes.")
 #: methods of models that a decoding method calls
 _METHODS = ("_prefill", "_update_model_kwargs_for_generation", "_optimize_model_for_decode")
 
@@ -68,6 +72,8 @@ def why_left(model: Any, config: Any, kwargs: dict[str, Any]) -> Note | None:
         return note("generation-in-training")
     if not getattr(model, "_can_compile_fullgraph", False):  # GPT-Neo's masks, for one, read the length of the cache
         return note("generation-not-static", type(model).__name__)
+    if (why := _hooked(model)) is not None:
+        return why
     if config.output_attentions or config.output_hidden_states:
         return note("generation-argument", "output_attentions" if config.output_attentions else "output_hidden_states")
     if "flash" in str(getattr(model.config, "_attn_implementation", "")):  # leaves padding out by numbers of the host
@@ -86,6 +92,21 @@ def why_left(model: Any, config: Any, kwargs: dict[str, Any]) -> Note | None:
     if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
         return note("generation-cache", "the caller's")
     return None
+
+
+def _hooked(model: nn.Module) -> Note | None:
+    """Whether somebody's hook is on a module: a replay does not call it."""
+    for module in model.modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not _launches(hook):
+                return note("generation-hooked", type(module).__name__)
+    hooks = (hook for hooks in global_hooks() for hook in hooks.values())
+    return None if all(map(_launches, hooks)) else note("generation-hooked", "all modules")
+
+
+def _launches(hook: Callable) -> bool:
+    """Whether all that a hook does is what it launches. (PEFT hands rows' adapters to its layers by partial ones.)"""
+    return is_of(hook, ("tunecompile.",)) or (isinstance(hook, types.FunctionType) and is_of(hook, _OF_PACKAGES))
 
 
 def own_method(model: Any, config: Any) -> Callable:
