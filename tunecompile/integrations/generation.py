@@ -72,7 +72,7 @@ def why_left(model: Any, config: Any, kwargs: dict[str, Any]) -> Note | None:
         return note("generation-in-training")
     if not getattr(model, "_can_compile_fullgraph", False):  # GPT-Neo's masks, for one, read the length of the cache
         return note("generation-not-static", type(model).__name__)
-    if (why := _hooked(model)) is not None:
+    if (why := _own_steps(model) or _hooked(model)) is not None:
         return why
     if config.output_attentions or config.output_hidden_states:
         return note("generation-argument", "output_attentions" if config.output_attentions else "output_hidden_states")
@@ -91,6 +91,18 @@ def why_left(model: Any, config: Any, kwargs: dict[str, Any]) -> Note | None:
         return note("generation-cache", config.cache_implementation)
     if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
         return note("generation-cache", "the caller's")
+    return None
+
+
+def _own_steps(model: Any) -> Note | None:
+    """Whether a model, or who replaced its methods, knows of a number that changes from token to token."""
+    from transformers import GenerationMixin
+
+    prepare = "prepare_inputs_for_generation"
+    own = {name: getattr(GenerationMixin, name) for name in ("_sample", "_update_model_kwargs_for_generation")}
+    for name, function in {prepare: getattr(type(model), prepare), **own}.items():
+        if getattr(getattr(model, name), "__func__", None) is not function:
+            return note("generation-own-steps", name)
     return None
 
 

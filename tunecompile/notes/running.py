@@ -132,6 +132,7 @@ REASONS = {
     "generation-device": NoteKind("there is nothing to record on {subject}"),
     "generation-not-static": NoteKind("{subject} does not take a cache of a fixed size"),
     "generation-cache": NoteKind("its cache is {subject}"),
+    "generation-own-steps": NoteKind("{subject}() is not transformers' own, and may count tokens"),
     "generation-hooked": NoteKind("a hook is on {subject}, which recorded steps do not call", "Remove the hook."),
     # why an evaluation is not compiled
     "not-verified-yet": NoteKind("verify=True compiles nothing before the first training step is verified"),

@@ -72,3 +72,23 @@ def test_adapters_of_each_row():
     model = adapted(lora())
     model.add_adapter("other", lora(r=4))
     assert both(model, adapter_names=["default", "other", "__base__"]) == {"generation-hooked"}
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_prompts_that_are_learnt(kind):
+    model = adapted(getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5))
+    assert both(model) == {"generation-own-steps"}
+
+
+def test_a_method_of_the_models_own():
+    """What it adds to its arguments at each token is not known."""
+
+    class Counts(type(zoo.make("llama"))):
+        def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **others):
+            made = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **others)
+            made["position_ids"] = made["position_ids"] * 2
+            return made
+
+    model = zoo.make("llama", initializer_range=0.2).float().eval()
+    model.__class__ = Counts
+    assert both(model) == {"generation-own-steps"}
