@@ -74,6 +74,8 @@ def why_left(model: Any, config: Any, kwargs: dict[str, Any]) -> Note | None:
         return note("generation-not-static", type(model).__name__)
     if (why := _own_steps(model) or _hooked(model)) is not None:
         return why
+    if len({weight.device for weight in model.parameters()}) > 1:
+        return note("generation-devices")
     if config.output_attentions or config.output_hidden_states:
         return note("generation-argument", "output_attentions" if config.output_attentions else "output_hidden_states")
     if "flash" in str(getattr(model.config, "_attn_implementation", "")):  # leaves padding out by numbers of the host

@@ -134,6 +134,7 @@ REASONS = {
     "generation-cache": NoteKind("its cache is {subject}"),
     "generation-own-steps": NoteKind("{subject}() is not transformers' own, and may count tokens"),
     "generation-hooked": NoteKind("a hook is on {subject}, which recorded steps do not call", "Remove the hook."),
+    "generation-devices": NoteKind("its weights are on several devices"),
     # why an evaluation is not compiled
     "not-verified-yet": NoteKind("verify=True compiles nothing before the first training step is verified"),
     "cache-in-tuple": NoteKind(

@@ -92,3 +92,9 @@ def test_a_method_of_the_models_own():
     model = zoo.make("llama", initializer_range=0.2).float().eval()
     model.__class__ = Counts
     assert both(model) == {"generation-own-steps"}
+
+
+def test_weights_on_several_devices():
+    model = zoo.make("llama").float().eval()
+    model.register_parameter("elsewhere", nn.Parameter(torch.empty(1, device="meta")))
+    assert both(model) == {"generation-devices"}
