@@ -64,28 +64,45 @@ def why_not_given(model: Any, kwargs: dict[str, Any]) -> Note | None:
     return None if mode in ("greedy_search", "sample") else note("generation-mode", mode.value)
 
 
-def why_left(model: Any, config: Any, kwargs: dict[str, Any]) -> Note | None:
-    """Why transformers' own loop generates, once `generate` has prepared everything."""
+def why_left(model: Any, config: Any, kwargs: dict[str, Any], longest: int) -> Note | None:
+    """Why transformers' own loop generates, once `generate` has prepared everything.
+
+    Args:
+        model: whose `generate` was called.
+        config: as `generate` prepared it.
+        kwargs: for the model.
+        longest: tokens that a row may have.
+    """
+    return _why_of_model(model, longest) or _why_of_arguments(model, config, kwargs) or _why_of_cache(config, kwargs)
+
+
+def _why_of_model(model: Any, longest: int) -> Note | None:
     if model.config.is_encoder_decoder:
         return note("generation-encoder")
     if model.training:
         return note("generation-in-training")
     if not getattr(model, "_can_compile_fullgraph", False):  # GPT-Neo's masks, for one, read the length of the cache
         return note("generation-not-static", type(model).__name__)
-    if (why := _own_steps(model) or _hooked(model)) is not None:
-        return why
     if len({weight.device for weight in model.parameters()}) > 1:
         return note("generation-devices")
-    if config.output_attentions or config.output_hidden_states:
-        return note("generation-argument", "output_attentions" if config.output_attentions else "output_hidden_states")
-    if "flash" in str(getattr(model.config, "_attn_implementation", "")):  # leaves padding out by numbers of the host
-        return note("generation-argument", "attn_implementation")
-    if config.prefill_chunk_size is not None:
-        return note("generation-argument", "prefill_chunk_size")
-    if config.is_assistant:  # its cache is cropped, and another model's tokens come into it
-        return note("generation-argument", "is_assistant")
-    if kwargs.get("inputs_embeds") is not None:  # tokens, and so lengths, are counted from behind them
-        return note("generation-argument", "inputs_embeds")
+    return _own_steps(model, longest) or _hooked(model)
+
+
+def _why_of_arguments(model: Any, config: Any, kwargs: dict[str, Any]) -> Note | None:
+    given = {
+        "output_attentions": config.output_attentions,
+        "output_hidden_states": config.output_hidden_states,
+        # leaves padding out by numbers of the host
+        "attn_implementation": "flash" in str(getattr(model.config, "_attn_implementation", "")),
+        "prefill_chunk_size": config.prefill_chunk_size is not None,
+        "is_assistant": config.is_assistant,  # its cache is cropped, and another model's tokens come into it
+        "inputs_embeds": kwargs.get("inputs_embeds") is not None,  # tokens, and so lengths, are counted from behind
+    }
+    name = next((name for name, value in given.items() if value), None)
+    return None if name is None else note("generation-argument", name)
+
+
+def _why_of_cache(config: Any, kwargs: dict[str, Any]) -> Note | None:
     cache = kwargs.get(cache_name(kwargs))
     if not kwargs.get("use_cache") or type(cache).__name__ != "DynamicCache":
         return note("generation-cache", type(cache).__name__)
@@ -96,7 +113,7 @@ def why_left(model: Any, config: Any, kwargs: dict[str, Any]) -> Note | None:
     return None
 
 
-def _own_steps(model: Any) -> Note | None:
+def _own_steps(model: Any, longest: int) -> Note | None:
     """Whether a model, or who replaced its methods, knows of a number that changes from token to token."""
     from transformers import GenerationMixin
 
@@ -105,6 +122,10 @@ def _own_steps(model: Any) -> Note | None:
     for name, function in {prepare: getattr(type(model), prepare), **own}.items():
         if getattr(getattr(model, name), "__func__", None) is not function:
             return note("generation-own-steps", name)
+    # Phi-3 and its kin compute the whole row anew where their positions begin to be scaled by other factors
+    bound = getattr(model.config, "original_max_position_embeddings", None)
+    if getattr(type(model), prepare) is not getattr(GenerationMixin, prepare) and bound and longest > bound:
+        return note("generation-own-steps", prepare)
     return None
 
 

@@ -124,7 +124,7 @@ class _Run:
         """Why transformers' own loop has to generate."""
         if self.prompt.device.type != self.loop.recorder.device:
             return note("generation-device", self.prompt.device.type)
-        if (why := generation.why_left(self.model, self.config, self.kwargs)) is not None:
+        if (why := generation.why_left(self.model, self.config, self.kwargs, self.longest)) is not None:
             return why
         length = -(-self.longest // ROUND) * ROUND
         self.cache = generation.static_cache(self.model, length)
