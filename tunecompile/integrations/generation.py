@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tunecompile._torch.distributed import several
 from tunecompile._torch.modules import global_hooks, is_of
-from tunecompile.integrations.transformers import CACHES, is_cache
+from tunecompile.integrations.transformers import CACHES, holds_tokens, is_cache
 from tunecompile.notes import Note, note
 
 #: processors of scores that read nothing but scores, and that a recording may hold
@@ -108,7 +108,7 @@ def _why_of_cache(config: Any, kwargs: dict[str, Any]) -> Note | None:
         return note("generation-cache", type(cache).__name__)
     if config.cache_implementation not in (None, "dynamic"):  # one that the host holds is of the same class
         return note("generation-cache", config.cache_implementation)
-    if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+    if getattr(cache, "_is_user_defined", False) or holds_tokens(cache):
         return note("generation-cache", "the caller's")
     return None
 

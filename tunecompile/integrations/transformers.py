@@ -51,7 +51,8 @@ def gives_cache(given: dict[str, Any]) -> bool:
     return any(given.get(name) is not None for name in CACHES)
 
 
-def _holds_tokens(cache: Any) -> bool:
+def holds_tokens(cache: Any) -> bool:
+    """Whether a cache is known to hold keys and values."""
     try:
         return bool(cache.get_seq_length())
     except (AttributeError, NotImplementedError, ValueError):  # of states alone, which count no tokens
@@ -64,7 +65,7 @@ def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     It holds each layer's index, for which every layer would be recompiled up to Dynamo's limit; and a layer that is
     recomputed would fill it twice. One that holds tokens (of PEFT's prefix tuning) stays.
     """
-    given = {name: None for name, value in kwargs.items() if is_cache(value) and not _holds_tokens(value)}
+    given = {name: None for name, value in kwargs.items() if is_cache(value) and not holds_tokens(value)}
     if not given:
         return args, kwargs
     return args, {**kwargs, **given, **({"use_cache": False} if "use_cache" in kwargs else {})}

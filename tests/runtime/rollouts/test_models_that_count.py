@@ -1,8 +1,13 @@
 """Models with a state, or with positions, beside keys and values: their tokens are those of transformers' own loop."""
 
+import copy
+
 import pytest
 import torch
+import transformers
 
+import tunecompile
+from tests.runtime.rollouts.recorder import loop_of
 from tests.runtime.rollouts.test_generate import greedy, pair, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -25,3 +30,14 @@ def test_positions_that_are_scaled_from_a_length_on():
         assert torch.equal(ours.generate(**prompts(), **settings), model.generate(**prompts(), **settings))
         assert loop.calls == calls
     assert {why.code for why in loop.left} == {"generation-own-steps"}
+
+
+def test_a_cache_of_states_alone():
+    """It counts no tokens."""
+    config = transformers.Mamba2Config(
+        hidden_size=64, num_hidden_layers=2, vocab_size=256, num_heads=8, head_dim=16, state_size=16, n_groups=1
+    )
+    model = transformers.Mamba2ForCausalLM(config).eval()
+    ours = tunecompile.optimize(copy.deepcopy(model), executor="eager")
+    loop_of(ours)
+    assert torch.equal(ours.generate(**prompts(), **greedy()), model.generate(**prompts(), **greedy()))
