@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, StoppingCriteria
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from tests.runtime.rollouts.test_generate import greedy, pair, prompts
 
@@ -60,6 +60,25 @@ def test_a_criterion_that_answers_for_all_rows(llama):
             return input_ids.shape[1] > 15
 
     assert compare(llama, lambda m: m.generate(**prompts(), stopping_criteria=[Long()], **greedy())) == set()
+
+
+def test_processors_of_the_callers_are_called_for_each_token_alone(llama):
+    """And for none after the last row has ended: one that walks a grammar would have no state for it."""
+    counts = []
+
+    class Flat(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            counts[-1] += 1
+            last = input_ids.view(-1)[input_ids.shape[1] - 1 :: input_ids.shape[1]]
+            scores[:, 7 if input_ids.shape[1] == 17 else 8] += 1000.0
+            return scores.scatter(1, last[:, None], -1000.0)
+
+    def call(model):
+        counts.append(0)
+        return model.generate(**prompts(), logits_processor=[Flat()], **greedy(max_new_tokens=40))
+
+    assert compare(llama, call) == set()
+    assert counts == [7, 7]
 
 
 def test_a_cache_that_the_host_holds(llama, monkeypatch):

@@ -37,6 +37,10 @@ class Rows:
         """int64 [rows, 1], the tokens that were appended last."""
         return self.tokens.index_select(1, (self.at - 1).view(1))
 
+    def first(self, columns: int) -> Tensor:
+        """int64 [rows, columns], as code of the host takes them: it may view them in another shape."""
+        return self.tokens[:, :columns].contiguous()
+
     def append(self, chosen: Tensor) -> None:
         """Append a token to each row: padding to those that have ended, where tokens end them."""
         if self.ends is not None:

@@ -171,7 +171,7 @@ class _Run:
 
     def _choose(self, logits: Tensor, at: int) -> None:
         """Choose and append the token in column `at`, by the host."""
-        scores = self.choice.scores(self.rows.tokens[:, :at], logits, self.rows.at)
+        scores = self.choice.scores(self.rows.first(at), logits, self.rows.at)
         self.rows.append(self.choice.pick(scores))
         self._shown(logits, scores, at)
 
@@ -182,11 +182,12 @@ class _Run:
             self.kept.append((logits.clone(), scores.clone()))
         so_far = tuple(scores for _, scores in self.kept) if config.output_scores else None
         for criterion in self.criteria:
-            self.rows.end(criterion(self.rows.tokens[:, : at + 1], so_far))
+            self.rows.end(criterion(self.rows.first(at + 1), so_far))
 
     def _over(self, at: int) -> bool:
         """Whether all rows have ended, if it is time to look."""
-        if not self.criteria and (self.ends is None or (at - self.prompt.shape[1]) % LOOKED):
+        by_host = self.criteria or not self.choice.recorded  # code of the caller, which may count its calls
+        if not by_host and (self.ends is None or (at - self.prompt.shape[1]) % LOOKED):
             return False
         return bool(self.rows.ended.all())
 
