@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +36,8 @@ class Loop:
     def __init__(self, state: State) -> None:
         self.state = weakref.ref(state)
         self.recorder: Recorder = CudaRecorder()
+        #: of one thread: in a step, layers do not know their numbers (`generation.LayerParts`)
+        self.turn = threading.RLock()
         self.left: dict[Note, None] = {}  #: why transformers' own loop ran
         self.refused: Note | None = None  #: why steps are not recorded
         self.calls = self.tokens = 0  #: that this loop ran, and the new tokens of a row in all of them
@@ -55,7 +58,7 @@ class Loop:
         if (why := run.why_left()) is not None:
             self.left[why] = None
             return generation.own_method(model, config)(model, input_ids, **given)
-        with _without_cached_casts():
+        with self.turn, _without_cached_casts():
             return run.generate()
 
     def record(self, step: DecodeStep) -> Callable[[], tuple[Tensor, Tensor]]:
