@@ -35,6 +35,7 @@ _OF_ITS_OWN = ("assistant_model", "custom_generate", "streamer", "synced_gpus", 
 _LIKE_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  #: one value a token, which stays
 
 
+_ACT = ("drop", "jitter", "noise")  #: in names of numbers that modules read in training mode
 #: packages whose functions, as hooks, do nothing beside what they launch
 _OF_PACKAGES = ("torch.", "transformers.", "peft.", "trl.", "accelerate.", "bitsandbytes.")
 #: methods of models that a decoding method calls
@@ -79,13 +80,28 @@ def why_left(model: Any, config: Any, kwargs: dict[str, Any], longest: int) -> N
 def _why_of_model(model: Any, longest: int) -> Note | None:
     if model.config.is_encoder_decoder:
         return note("generation-encoder")
-    if model.training:
-        return note("generation-in-training")
+    if model.training and (acts := _acts_in_training(model)):
+        return note("generation-in-training", acts)
     if not getattr(model, "_can_compile_fullgraph", False):  # GPT-Neo's masks, for one, read the length of the cache
         return note("generation-not-static", type(model).__name__)
     if len({weight.device for weight in model.parameters()}) > 1:
         return note("generation-devices")
     return _own_steps(model, longest) or _hooked(model)
+
+
+def _acts_in_training(model: nn.Module) -> str:
+    """What depends on a model's training mode: "" if nothing does. (TRL's GRPO generates in training mode.)"""
+    for module in model.modules():
+        if hasattr(module, "track_running_stats"):  # of batches
+            return type(module).__name__
+        if vars(module).get("gradient_checkpointing"):  # which drops the cache
+            return "gradient_checkpointing"
+        if "Dropout" in type(module).__name__ and getattr(module, "p", 0) > 0:
+            return "dropout"
+        for name, value in vars(module).items():
+            if isinstance(value, float) and value > 0 and any(word in name for word in _ACT):
+                return name
+    return ""
 
 
 def _why_of_arguments(model: Any, config: Any, kwargs: dict[str, Any]) -> Note | None:

@@ -128,7 +128,9 @@ REASONS = {
     "generation-mode": NoteKind("{subject} is requested", "Greedy search and sampling are recorded."),
     "generation-sharded": NoteKind("ranks gather the weights together, and have to call the model equally often"),
     "generation-encoder": NoteKind("the model has an encoder"),
-    "generation-in-training": NoteKind("the model is in training mode", "Call model.eval() before generate()."),
+    "generation-in-training": NoteKind(
+        "the model is in training mode, and has {subject}", "Call model.eval() before generate()."
+    ),
     "generation-device": NoteKind("there is nothing to record on {subject}"),
     "generation-not-static": NoteKind("{subject} does not take a cache of a fixed size"),
     "generation-cache": NoteKind("its cache is {subject}"),

@@ -212,16 +212,6 @@ def test_what_runs_by_transformers_loop(llama, options, code):
     assert any(each.code == "generation-left" for each in tunecompile.report(ours).notes)
 
 
-def test_a_model_in_training_mode(llama):
-    model, ours, loop = llama
-    calls = loop.calls
-    try:
-        found = [each.train().generate(**prompts(), **greedy()) for each in (model, ours)]
-    finally:
-        model.eval(), ours.eval()
-    assert torch.equal(*found) and loop.calls == calls
-
-
 def test_steps_that_cannot_be_recorded_run_as_they_are():
     model, ours, loop = pair()
 
