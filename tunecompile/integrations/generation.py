@@ -31,7 +31,7 @@ _OF_SCORES = {
     "TypicalLogitsWarper",
 }
 #: arguments of `generate` that its own decoding methods alone know
-_OF_ITS_OWN = ("assistant_model", "custom_generate", "streamer", "synced_gpus", "tokenizer", "use_model_defaults")
+_OF_ITS_OWN = ("assistant_model", "custom_generate", "streamer", "tokenizer", "use_model_defaults")
 _LIKE_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  #: one value a token, which stays
 
 
@@ -53,6 +53,7 @@ def generates(model: nn.Module) -> bool:
 def why_not_given(model: Any, kwargs: dict[str, Any]) -> Note | None:
     """Why a call of `generate` is not handed a decoding method."""
     own = [name for name in _OF_ITS_OWN if kwargs.get(name) is not None]
+    own += ["synced_gpus"] if kwargs.get("synced_gpus") else []  # trainers say that there is nothing to wait for
     if own:
         return note("generation-argument", own[0])
     if several() and any(hasattr(weight, name) for weight in model.parameters() for name in ("ds_id", "device_mesh")):

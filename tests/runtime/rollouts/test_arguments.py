@@ -32,6 +32,11 @@ def test_a_configuration_given_by_position(llama, options, why):
     assert compare(llama, lambda m: m.generate(prompts()["input_ids"], config, attention_mask=mask)) == why
 
 
+def test_ranks_that_need_not_wait_for_each_other(llama):
+    """`Seq2SeqTrainer` gives the argument in any case."""
+    assert compare(llama, lambda m: m.generate(**prompts(), synced_gpus=False, **greedy())) == set()
+
+
 def test_prompts_of_embeddings(llama):
     """Their tokens are counted from behind the prompt, and their cache is not."""
     inputs = prompts(length=60)
