@@ -1,0 +1,52 @@
+"""Steps of which nothing but operations is repeated, as a recording on a GPU has them: no number of the host moves."""
+
+import pytest
+import torch
+
+from tests.runtime.rollouts.frozen import Frozen
+from tests.runtime.rollouts.test_generate import LEFT, QUICK, greedy, pair, prompts
+from tests.support import zoo
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_numbers_of_the_host_are_frozen():
+    count, total = [0], torch.zeros(3)
+
+    def run():
+        count[0] += 1
+        total.add_(1)
+        return (total.view(3, 1) * count[0],)
+
+    (output,), play = Frozen().record(run, None, None)
+    found = []
+    for _ in range(3):
+        play()
+        found.append(output.flatten().tolist())
+    assert found == [[1.0] * 3, [2.0] * 3, [3.0] * 3] and count == [1]
+
+
+@pytest.mark.parametrize("ask", [lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: bool((x > 0).all())])
+def test_questions_of_the_host_are_refused(ask):
+    with pytest.raises(RuntimeError, match="not permitted"):
+        Frozen().record(lambda: (ask(torch.ones(3)),), None, None)
+
+
+@pytest.mark.parametrize(
+    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in zoo.NAMES if f not in LEFT]
+)
+def test_tokens_of_each_family(family):
+    """Weights are large, so that a wrong mask or position changes tokens."""
+    model, ours, loop = pair(family, initializer_range=0.15)
+    loop.recorder = Frozen()
+    settings = greedy(max_new_tokens=30, eos_token_id=None)
+    assert torch.equal(ours.generate(**prompts(), **settings), model.generate(**prompts(), **settings))
+    assert loop.recorder.replays == 28 and loop.refused is None
+
+
+def test_windows_shorter_than_the_prompt():
+    model, ours, loop = pair("mistral", initializer_range=0.15, sliding_window=6)
+    loop.recorder = Frozen()
+    settings = greedy(max_new_tokens=30, eos_token_id=None)
+    assert torch.equal(ours.generate(**prompts(), **settings), model.generate(**prompts(), **settings))
+    assert loop.recorder.replays == 28
