@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from tests.runtime.rollouts.test_generate import greedy, pair, prompts
+from tests.runtime.rollouts.calls import greedy, pair, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

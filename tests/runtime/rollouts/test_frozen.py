@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.runtime.rollouts.calls import LEFT, QUICK, greedy, pair, prompts
 from tests.runtime.rollouts.frozen import Frozen
-from tests.runtime.rollouts.test_generate import LEFT, QUICK, greedy, pair, prompts
 from tests.support import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -44,8 +44,8 @@ def test_tokens_of_each_family(family):
     assert loop.recorder.replays == 28 and loop.refused is None
 
 
-def test_windows_shorter_than_the_prompt():
-    model, ours, loop = pair("mistral", initializer_range=0.15, sliding_window=6)
+def test_a_window_that_fills_while_tokens_are_generated():
+    model, ours, loop = pair("mistral", initializer_range=0.15, sliding_window=20)
     loop.recorder = Frozen()
     settings = greedy(max_new_tokens=30, eos_token_id=None)
     assert torch.equal(ours.generate(**prompts(), **settings), model.generate(**prompts(), **settings))

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import tunecompile
+from tests.runtime.rollouts.calls import greedy, pair, prompts
 from tests.runtime.rollouts.recorder import loop_of
-from tests.runtime.rollouts.test_generate import greedy, pair, prompts
 from tests.support import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")

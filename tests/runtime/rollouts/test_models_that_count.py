@@ -7,8 +7,8 @@ import torch
 import transformers
 
 import tunecompile
+from tests.runtime.rollouts.calls import greedy, pair, prompts
 from tests.runtime.rollouts.recorder import loop_of
-from tests.runtime.rollouts.test_generate import greedy, pair, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LONGROPE = {

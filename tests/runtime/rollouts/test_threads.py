@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.runtime.rollouts.test_generate import greedy, pair, prompts
+from tests.runtime.rollouts.calls import greedy, pair, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -7,8 +7,8 @@ import torch
 from transformers.integrations.neftune import activate_neftune
 
 import tunecompile
+from tests.runtime.rollouts.calls import greedy, prompts
 from tests.runtime.rollouts.recorder import loop_of
-from tests.runtime.rollouts.test_generate import greedy, prompts
 from tests.support import zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
