@@ -209,7 +209,7 @@ def rows_of(kwargs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
     """These arguments for some rows. rows: int64, their numbers."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     made = {} if mask is None else {"attention_mask": mask[rows]}
-    # [rows, T], or with a dimension in front (of images' axes); one row may stand for all
+    # [rows, T], or with a dimension of images' axes in front; one row may be for all
     if positions is not None and positions.shape[-2] > 1:
         made["position_ids"] = positions.index_select(-2, rows)
     return made
