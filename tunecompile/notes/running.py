@@ -71,6 +71,10 @@ NOTES = {
     "evaluation-left": NoteKind("an evaluation ran by the model's own code: {detail}"),
     "generation-runs": NoteKind("generate() ran recorded steps: {count} calls, {tokens} new tokens a row in all"),
     "generation-left": NoteKind("a call of generate() ran by transformers' own loop: {detail}"),
+    "generation-memory": NoteKind(
+        "generate() ran out of memory, with a cache of {rows} rows of {tokens} tokens",
+        "Generate for fewer rows at a time, or fewer new tokens: the cache is as long as the longest row may become.",
+    ),
     "generation-not-recorded": NoteKind(
         "steps of generate() are not recorded: {detail}",
         "Nothing needs to be done: they run one launch after the other.",

@@ -202,6 +202,24 @@ def test_steps_that_cannot_be_recorded_run_as_they_are():
     assert loop.refused.code == "generation-not-recorded" and loop.calls == 2
 
 
+def no_room(*_args, **_kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_out_of_memory(monkeypatch, caplog):
+    """A recording without room is none for one call; a call without room says how large its cache is."""
+    model, ours, loop = pair()
+    with monkeypatch.context() as changed:
+        changed.setattr(loop.recorder, "record", no_room)
+        assert torch.equal(ours.generate(**prompts(), **greedy()), model.generate(**prompts(), **greedy()))
+    ours.generate(**prompts(), **greedy())
+    assert loop.refused is None and loop.recorder.records == 1
+    monkeypatch.setattr(prompt, "fill", no_room)
+    with caplog.at_level("WARNING", "tunecompile"), pytest.raises(torch.OutOfMemoryError):
+        ours.generate(**prompts(), **greedy())
+    assert "3 rows of 31 tokens" in caplog.text and "fewer rows" in caplog.text
+
+
 def test_copies_and_restored_models_have_their_own_generate():
     _, ours, loop = pair()
     copied = copy.deepcopy(ours)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.integrations import generation
-from tunecompile.notes import Note, note
+from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.rollouts import prompt
@@ -59,7 +59,12 @@ class Loop:
             self.left[why] = None
             return generation.own_method(model, config)(model, input_ids, **given)
         with self.turn, _without_cached_casts():
-            return run.generate()
+            try:
+                return run.generate()
+            except torch.OutOfMemoryError:
+                told = note("generation-memory", rows=len(input_ids), tokens=run.longest)
+                log.warning("tunecompile: %s. %s", told, KINDS[told.code].mend)
+                raise
 
     def record(self, step: DecodeStep) -> Callable[[], tuple[Tensor, Tensor]]:
         """A function that runs the step again: its recording, or the step itself where it cannot be recorded."""
@@ -67,6 +72,8 @@ class Loop:
             return step
         try:
             (logits, scores), play = self.recorder.record(step, self, step.rows.tokens.device)
+        except torch.OutOfMemoryError:  # the next call may have room for a recording
+            return step
         except (RuntimeError, NotImplementedError) as error:  # as a rule since the host wants a value
             self.refused = note("generation-not-recorded", detail=str(error).splitlines()[0])
             log.warning("tunecompile: %s", self.refused)
