@@ -119,6 +119,18 @@ def test_samples_have_the_distribution_of_the_scores(llama):
     assert not torch.equal(again, found)
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_scores_that_are_no_numbers(top_k):
+    """They end in torch's error, and not in some token."""
+    _, ours, _ = pair()
+    settings = greedy(do_sample=True, top_k=top_k)
+    ours.generate(**prompts(), **settings)
+    with torch.no_grad():
+        ours.lm_head.weight[17] = torch.nan
+    with pytest.raises(RuntimeError, match="probability tensor contains"):
+        ours.generate(**prompts(), **settings)
+
+
 def test_the_weights_of_the_last_step(llama):
     """Adapters that an optimizer has changed in place, or that are switched off, are those of the next call."""
     model = zoo.adapt(zoo.make("llama").float()).eval()

@@ -24,6 +24,7 @@ class Choice:
 
     def __init__(self, processors: Sequence[Any], sample: bool):
         self.processors, self.sample = processors, sample
+        self.invalid: Tensor | None = None  #: bool [], whether a row had no distribution to draw from
         self.recorded = all(recordable(each) or shortest(each) is not None for each in processors)
 
     def scores(self, tokens: Tensor, logits: Tensor, at: Tensor) -> Tensor:
@@ -56,4 +57,17 @@ class Choice:
         if not self.sample:
             return scores.argmax(-1)
         probabilities = scores.softmax(-1)
-        return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)
+        drawn = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)
+        if self.invalid is None:
+            self.invalid = torch.zeros((), dtype=torch.bool, device=scores.device)
+        self.invalid.logical_or_(probabilities.gather(-1, drawn[:, None]).isnan().any())  # the maximum of a NaN is NaN
+        return drawn
+
+    def check(self) -> None:
+        """Look whether all tokens were drawn from distributions, as `torch.multinomial` does.
+
+        Raises:
+            RuntimeError: in its words.
+        """
+        if self.invalid is not None and bool(self.invalid):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")

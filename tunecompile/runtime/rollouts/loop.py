@@ -156,6 +156,7 @@ class _Run:
         with self.model._optimize_model_for_decode():
             layers = self.loop.decoding(self.cache, self.length)
             at = self._steps(DecodeStep(self.model, self.kwargs, rows, self.choice, self.length, layers), at + 1)
+        self.choice.check()
         at = min(at, int(rows.lengths[:count].max()))
         self.loop.calls += 1
         self.loop.tokens += at - self.prompt.shape[1]
