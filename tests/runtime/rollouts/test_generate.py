@@ -169,6 +169,21 @@ def test_rows_of_one_prompt_are_computed_once(family, monkeypatch):
     assert counts == [4, 3] and drawn.shape[0] == 9 and len({tuple(row.tolist()) for row in drawn}) == 9
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_with_generated_code(family):
+    """By Inductor, of two lengths of the cache with one graph."""
+    model = zoo.make(family, num_hidden_layers=2).float().eval()
+    ours = tunecompile.optimize(copy.deepcopy(model))
+    loop = loop_of(ours)
+    for tokens in (20, 80):
+        settings = greedy(max_new_tokens=tokens, eos_token_id=None)
+        assert torch.equal(ours.generate(**prompts(), **settings), model.generate(**prompts(), **settings))
+    assert loop.calls == 2 and all(
+        v.graphs == 1 and not v.eager for r in state_of(ours).regions for v in r.variants.values()
+    )
+
+
 def test_few_numbers_of_rows_are_compiled():
     """Further rows are added to a power of two, and nobody sees them."""
     model, ours, _ = pair()
