@@ -3,6 +3,7 @@
 torch has a slow kernel for these, or none: "efficient" (`compiler.attention_backend` measures both). And attention of
 one query a row over a cache, for which torch repeats the heads of keys and values."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,21 +25,36 @@ _ONE = "one_query_attention"
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount(_FAMILY)
+    _rewrite_calls(graph, context, _FAMILY, takes_blocks, _in_blocks)
+
+
+def _one_query(graph: Graph, context: Context) -> None:
+    _rewrite_calls(graph, context, _ONE, _has_one_query, _over_cache)
+
+
+def _rewrite_calls(
+    graph: Graph,
+    context: Context,
+    family: str,
+    takes: Callable[[Node], bool],
+    rewrite: Callable[[Graph, Node], str | None],
+) -> None:
+    """Rewrite calls of torch's attention that `takes` accepts. `rewrite` returns why one has to stay."""
+    tally = MatchCount(family)
     for node in list(graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)):
-        if not takes_blocks(node):
-            continue
-        if reason := _rewrite(graph, node):
-            tally.refuse(f"{_FAMILY}: {reason}{where_from(node)}")
+        if not takes(node):
             continue
         call = attention_arguments(node)
+        if reason := rewrite(graph, node):
+            tally.refuse(f"{family}: {reason}{where_from(node)}")
+            continue
         erase_dead(graph, [node, *views_behind(call.key), *views_behind(call.value)])
-        tally.rewrote(f"{_FAMILY}{where_from(node)}")
+        tally.rewrote(f"{family}{where_from(node)}")
     if tally.found:
         context.tallies.append(tally)
 
 
-def _rewrite(graph: Graph, node: Node) -> str | None:
+def _in_blocks(graph: Graph, node: Node) -> str | None:
     call, dtype = attention_arguments(node), value(node).dtype
     scale = value(call.query).shape[-1] ** -0.5 if call.scale is None else call.scale
     if not isinstance(scale, (int, float)):
@@ -56,19 +72,14 @@ def _rewrite(graph: Graph, node: Node) -> str | None:
     return replace(graph, (node,), in_blocks, {"query": call.query, "key": key, "values": val})
 
 
-def _one_query(graph: Graph, context: Context) -> None:
-    tally = MatchCount(_ONE)
-    for node in list(graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)):
-        call, made = attention_arguments(node), value(node)
-        if made.dim() != 4 or not isinstance(made.shape[2], int) or made.shape[2] != 1 or call.mask is None:
-            continue
-        if reason := _over_cache(graph, node):
-            tally.refuse(f"{_ONE}: {reason}{where_from(node)}")
-            continue
-        erase_dead(graph, [node, *views_behind(call.key), *views_behind(call.value)])
-        tally.rewrote(f"{_ONE}{where_from(node)}")
-    if tally.found:
-        context.tallies.append(tally)
+def _has_one_query(node: Node) -> bool:
+    made = value(node)
+    return (
+        made.dim() == 4
+        and type(made.shape[2]) is int
+        and made.shape[2] == 1
+        and attention_arguments(node).mask is not None
+    )
 
 
 def _over_cache(graph: Graph, node: Node) -> str | None:

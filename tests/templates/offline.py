@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 import torch
-from offline_cases import cases, modules
+from offline_cases import cases, templates
 
 from tunecompile._torch import card, known_bugs
 
@@ -64,20 +64,22 @@ def half(args, cc):
 
 def refused_on(architecture, cc):
     """Kernels whose ops are torch's there: no e4m3, older than Ampere, registers that would spill."""
-    products = ("experts", "adapters", "delta", "channel", "attention", "lora_mlp", "few_rows")
+    products = ("experts", "adapters", "delta", "channel", "attention", "lora_mlp", "few_rows", "one_query")
     spills = ("channel", "few_rows_begin") * architecture.startswith("gfx")  # and NVIDIA's instructions
     faulty = ("delta_operands",) * (architecture == "100" and known_bugs.DELTA_RULE_ON_SM_100.present)
     return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:5] * (architecture == "gfx1100") + spills + faulty
 
 
-def compile_for(architectures, modules, only=None):
+def compile_for(architectures, only=None):
     import triton
     from triton.compiler import ASTSource
 
-    launches = []
-    for module in modules:
-        module.launch = lambda kernel, grid, *args, **options: launches.append((kernel, args, options))
-    _tiles = modules[0]._tiles
+    from tunecompile.templates import _tiles
+
+    launches, made = [], cases()
+    for module in templates():
+        if hasattr(module, "launch"):
+            module.launch = lambda kernel, grid, *args, **options: launches.append((kernel, args, options))
     for architecture in architectures:
         target, cc = target_of(architecture)
         warp = target.warp_size
@@ -85,7 +87,7 @@ def compile_for(architectures, modules, only=None):
         _tiles.pick = lambda kernel, tensor, size, shared=shared, warp=warp: _tiles.find(
             kernel, shared, tensor.element_size(), size, warp
         )
-        for name, (function, args) in cases(*modules).items():
+        for name, (function, args) in made.items():
             if name != only if only else name.startswith(refused_on(architecture, cc)):
                 continue
             launches.clear()
@@ -125,7 +127,7 @@ def compile_for(architectures, modules, only=None):
             )
 
 
-def trace(modules):
+def trace():
     """make_fx over fake tensors, functionalised, as passes/lower does; a stub driver lets torch analyse what a kernel writes."""
     import triton
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -140,7 +142,7 @@ def trace(modules):
             return 0
 
     triton.runtime.driver.set_active(Driver())
-    for name, (function, args) in cases(*modules).items():
+    for name, (function, args) in cases().items():
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             graph = make_fx(torch.func.functionalize(function))(*(mode.from_tensor(a) for a in args)).graph
         nodes = [n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
@@ -153,10 +155,9 @@ def trace(modules):
 
 
 if __name__ == "__main__":
-    everything = modules()
     what, *rest = sys.argv[1:]
     if what == "trace":
-        trace(everything)
+        trace()
         what, *rest = rest or [""]
     if what:
-        compile_for(rest, everything, only=None if what == "compile" else what)
+        compile_for(rest, only=None if what == "compile" else what)

@@ -1,10 +1,20 @@
 """Arguments for every kernel of the templates, as models call them: no values are needed, so no memory is touched."""
 
+import sys
+
 import torch
 
 
-def modules():
-    """The arguments of `cases`."""
+def templates():
+    """All modules of templates that were imported."""
+    return [module for name, module in list(sys.modules.items()) if name.startswith("tunecompile.templates")]
+
+
+def cases(many=1, batch=1, device="cpu"):
+    """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size.
+
+    `many` multiplies tokens, and makes weights and experts larger, too; `batch` is the number of rows of recurrences.
+    """
     from tunecompile.templates import (
         adapters,
         cross_entropy,
@@ -20,7 +30,7 @@ def modules():
     )
     from tunecompile.templates.attention import backward_pass as attention_backward
     from tunecompile.templates.attention import causal_softmax, one_query
-    from tunecompile.templates.attention import forward_pass as attention_forward
+    from tunecompile.templates.attention import forward_pass as attention
     from tunecompile.templates.few_rows import launches as few_rows
     from tunecompile.templates.recurrent import selective_scan
     from tunecompile.templates.recurrent.channel_rule import backward_pass as channel_backward
@@ -32,69 +42,6 @@ def modules():
     from tunecompile.templates.recurrent.delta_rule import forward_pass as delta_forward
     from tunecompile.templates.recurrent.delta_rule import gradients as delta_gradients
 
-    return (
-        nf4,
-        mxfp4,
-        cross_entropy,
-        rms_norm,
-        swiglu,
-        lora,
-        lora_mlp,
-        fp8,
-        experts,
-        delta_chunks,
-        delta_forward,
-        delta_backward,
-        delta_gradients,
-        selective_scan,
-        channel_chunks,
-        channel_forward,
-        channel_backward,
-        channel_gradients,
-        layer_norm,
-        attention_forward,
-        attention_backward,
-        causal_softmax,
-        adapters,
-        few_rows,
-        one_query,
-    )
-
-
-def cases(
-    nf4,
-    mxfp4,
-    cross_entropy,
-    rms_norm,
-    swiglu,
-    lora,
-    lora_mlp,
-    fp8,
-    experts,
-    delta_chunks,
-    delta_forward,
-    delta_backward,
-    delta_gradients,
-    selective_scan,
-    channel_chunks,
-    channel_forward,
-    channel_backward,
-    channel_gradients,
-    layer_norm,
-    attention,
-    attention_backward,
-    causal_softmax,
-    adapters,
-    few_rows,
-    one_query,
-    many=1,
-    batch=1,
-    device="cpu",
-):
-    """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size.
-
-    `many` multiplies tokens, and makes weights and experts larger, too; `batch` is the number of rows of recurrences.
-    """
     rows, choices, length = 64 * many, 512 * many, 200 * many
     weight, experts_of = max(many >> 7, 1) * 1024, max(many >> 8, 1) * 128
     sibling, siblings = max(weight >> 3, 1024), 3 if many == 1 else 1

@@ -7,11 +7,10 @@ and product of less than 64 bits; loads and stores check that their addresses li
 
 import builtins
 import itertools
-import sys
 
 import pytest
 import torch
-from offline_cases import cases, modules
+from offline_cases import cases, templates
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -89,10 +88,6 @@ def recorded(monkeypatch, function, args):
     return launch
 
 
-def templates():
-    return [module for name, module in list(sys.modules.items()) if name.startswith("tunecompile.templates")]
-
-
 def run_corners(monkeypatch, memory, kernel, grid, args, options):
     """A kernel's first and last program of each axis, over `memory`."""
     named = {
@@ -138,13 +133,13 @@ def heads_first(t, dim):
 
 def variants():
     """(name, tokens' multiple, case) where offsets are computed otherwise than in `cases`."""
-    some = cases(*modules(), many=MANY // 8, device="meta")  # strides of heads are below 2^31 themselves
+    some = cases(many=MANY // 8, device="meta")  # strides of heads are below 2^31 themselves
     for name, (function, args) in some.items():
         if name.startswith(("attention", "delta")):
             dims = 3 if name.startswith("attention") else 4
             turned = [heads_first(t, dims - 2) if t.dim() == dims and t.shape[-1] != 64 else t for t in args]
             yield f"{name}_heads_first", MANY // 8, (function, turned)
-    for name, (function, args) in cases(*modules(), batch=MANY, device="meta").items():
+    for name, (function, args) in cases(batch=MANY, device="meta").items():
         if name == "scan_starts":  # the last of its arguments is there backward alone
             yield "scan_starts_forward", 1, (function, [*args[:-1], None])
         if name.startswith(("delta", "channel", "scan")):  # documents are of one row
@@ -159,7 +154,7 @@ def variants():
     yield "experts_outer_in_order", MANY, (experts.outer, [xa, xa.new_empty(512 * MANY, 2048), offsets])
 
 
-CASES = {name: (MANY, case) for name, case in cases(*modules(), many=MANY, device="meta").items()}
+CASES = {name: (MANY, case) for name, case in cases(many=MANY, device="meta").items()}
 CASES |= {name: (many, case) for name, many, case in variants()}
 
 
