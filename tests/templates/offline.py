@@ -65,7 +65,8 @@ def half(args, cc):
 def refused_on(architecture, cc):
     """Kernels whose ops are torch's there: no e4m3, older than Ampere, registers that would spill."""
     products = ("experts", "adapters", "delta", "channel", "attention", "lora_mlp", "few_rows", "one_query")
-    spills = ("channel", "few_rows_begin") * architecture.startswith("gfx")  # and NVIDIA's instructions
+    spills = ("channel", "few_rows") * architecture.startswith("gfx")  # these have NVIDIA's instructions
+    spills += ("one_query",) * (architecture == "gfx1100")
     faulty = ("delta_operands",) * (architecture == "100" and known_bugs.DELTA_RULE_ON_SM_100.present)
     return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:5] * (architecture == "gfx1100") + spills + faulty
 

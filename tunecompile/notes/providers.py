@@ -30,6 +30,7 @@ REASONS = {
     "state-or-documents": NoteKind("it begins with a state, or documents share a row"),
     "state-to-begin-with": NoteKind("it begins with a state of 0, and one is given"),
     "torch-is-faster": NoteKind("torch's kernels are faster for {subject}"),
+    "instructions-of-nvidia": NoteKind("its kernel has instructions of NVIDIA's"),
     "gpu-before-ampere": NoteKind("the GPU is older than Ampere"),
     "compiler-fails": NoteKind("its kernel cannot be compiled: {detail}"),
     "gpu-without-bfloat16": NoteKind(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tunecompile._torch.card import AMPERE, older_than
 from tunecompile._torch.fake_tensors import size_hint
-from tunecompile.ir.op import Cost, op, refuse_gpu
+from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
 from tunecompile.notes import Note, note
 from tunecompile.ops.attention import refuse_attention
 
@@ -277,7 +277,7 @@ def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: fl
 
 
 def _refuse_one_query(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
-    if reason := refuse_gpu(q, k, v):
+    if reason := refuse_gpu(q, k, v) or refuse_spills(q):
         return reason
     if older_than(q.device, AMPERE):
         return note("gpu-before-ampere")

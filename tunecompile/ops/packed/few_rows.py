@@ -38,7 +38,9 @@ def refuse(
         return note("too-many-rows", rows=tokens, limit=MAX_ROWS)
     if reason := refuse_gpu(x):
         return reason
-    if torch.version.hip is not None or older_than(x.device, AMPERE):
+    if torch.version.hip is not None:
+        return note("instructions-of-nvidia")
+    if older_than(x.device, AMPERE):
         return note("gpu-before-ampere")
     if (ranks := sum(m.shape[0] for m in a)) > MAX_RANKS:
         return note("rank-too-large", rank=ranks, limit=MAX_RANKS)
