@@ -39,7 +39,7 @@ _ACT = ("drop", "jitter", "noise")  #: in names of numbers that modules read in 
 #: packages whose functions, as hooks, do nothing beside what they launch
 _OF_PACKAGES = ("torch.", "transformers.", "peft.", "trl.", "accelerate.", "bitsandbytes.")
 #: methods of models that a decoding method calls
-_METHODS = ("_prefill", "_update_model_kwargs_for_generation", "_optimize_model_for_decode")
+_METHODS = ("_prefill", "_update_model_kwargs_for_generation")
 
 
 def generates(model: nn.Module) -> bool:

@@ -67,7 +67,6 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *group(
         "`generate()` runs by transformers' own loop",
-        "transformers.generation.GenerationMixin._optimize_model_for_decode",
         "transformers.generation.GenerationMixin._prefill",
         "transformers.generation.GenerationMixin._update_model_kwargs_for_generation",
         "transformers.generation.utils.GENERATION_MODES_MAPPING",

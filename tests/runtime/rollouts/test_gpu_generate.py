@@ -53,6 +53,7 @@ def test_packed_weights_are_read_as_exactly_as_dequantised_ones():
             scored = model(made.sequences, attention_mask=mask, position_ids=places).logits[:, 10:-1].float()
         then = torch.stack(made.logits, 1)
         assert (then - scored).norm() / scored.norm() < 2e-2
-    (region,) = state_of(ours).regions
-    found = [context.providers for backend in region.backends.values() for context in backend.contexts]
-    assert any(": few_rows" in name for providers in found for name in providers), found
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ours.generate(**on_gpu(prompts()), **settings)
+    launched = {event.key for event in profile.key_averages()}
+    assert any("product_kernel" in name for name in launched), launched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tunecompile.integrations.generation import fixed_inputs
 from tunecompile.runtime.rollouts.choice import Choice
+from tunecompile.runtime.unpad.masks.recorder import MaskRecorder
 
 
 class Rows:
@@ -78,7 +80,8 @@ class DecodeStep:
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Return logits and scores, fp32 [rows, V] each; these are the logits where the host computes scores."""
         rows = self.rows
-        inputs = self.model.prepare_inputs_for_generation(rows.last, next_sequence_length=1, **self.kwargs)
+        with MaskRecorder(math.inf):  # numbers that a mask is made of reach the device without a copy
+            inputs = self.model.prepare_inputs_for_generation(rows.last, next_sequence_length=1, **self.kwargs)
         with self.layers():
             logits = self.model(**inputs, return_dict=True).logits[:, -1].float()
         scores = logits
