@@ -7,7 +7,8 @@ QLoRA of random weights; each trainer and system has a process of its own, and i
 4 pairs, one of GRPO 8 completions of a prompt and one of SFT 4 rows of 2,048 tokens. Lengths of completions are drawn as those of
 real data, and all systems are given the same. Tokens/s are those of the median step; of GRPO, whose steps differ by their longest row,
 of all timed steps but the slowest and the fastest.
-GRPO's completions are random tokens: none is generated, as that would be the same code in all systems.
+GRPO's completions are random tokens, and none is generated, unless `--rollouts` says so: each system then generates as it
+does under TRL without an engine, 512 tokens of a prompt of 512 if `--completion 512 --prompt 512` are given.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from benchmarks._rows import draw_lengths, draw_tokens
 from tunecompile.cli.compare.spec import Job, system
 
 UNTIMED = 4  #: steps: the first compiles, and in the third CUDA graphs are recorded
+SETTLED = {"tunecompile": 3, "unsloth": 2}  #: untimed steps with rollouts, which take minutes; one of other systems
 PAIRS, COMPLETIONS, ROWS, LENGTH = 4, 8, 4, 2048
 TYPICAL, LONGEST, PROMPT = 600, 4096, 200  #: tokens of a completion, and of a prompt
 
@@ -44,6 +46,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", default="tunecompile,unsloth,hf-checkpoint")
     parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing, as TRL has it")
     parser.add_argument("--completion", type=int, help="tokens of each of GRPO's completions; drawn, if not given")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
+    parser.add_argument("--rollouts", action="store_true", help="GRPO's completions are generated")
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after {UNTIMED} that are not")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="that all of it may take")
     parser.add_argument("--logs", type=Path, help="folder for the processes' output")
@@ -62,20 +66,23 @@ def words(count: int) -> str:
     return "".join(random.choice("bcdfgjkmnpqsuvxz") for _ in range(count))
 
 
-def shape_of(trainer: str, completion: int | None = None) -> str:
+def shape_of(trainer: str, given: argparse.Namespace) -> str:
     """ROWSxTOKENS; of rows of several lengths with the median."""
     if trainer == "sft":
         return f"{ROWS}x{LENGTH}"
-    if trainer == "grpo" and completion:
-        return f"{COMPLETIONS}x{PROMPT + completion}"
-    return f"{2 * PAIRS if trainer == 'dpo' else COMPLETIONS}x~{PROMPT + TYPICAL}"
+    if trainer == "grpo" and given.completion:
+        tokens = f"{given.prompt}+{given.completion}" if given.rollouts else given.prompt + given.completion
+        return f"{COMPLETIONS}x{tokens}"
+    return f"{2 * PAIRS if trainer == 'dpo' else COMPLETIONS}x~{given.prompt + TYPICAL}"
 
 
 def make(
-    trainer: str, model: Any, tokenizer: Any, common: dict[str, Any], steps: int, completion: int | None = None
+    given: argparse.Namespace, model: Any, tokenizer: Any, common: dict[str, Any], steps: int
 ) -> tuple[Any, float]:
     """TRL's trainer on random rows, and the tokens of a step in the mean."""
     from datasets import Dataset
+
+    trainer, completion, prompt = given.trainers, given.completion, given.prompt
 
     def ids(count: int) -> list[int]:
         return draw_tokens(count, model.config.vocab_size)
@@ -90,11 +97,11 @@ def make(
     if trainer == "dpo":
         from trl import DPOConfig, DPOTrainer
 
-        counts = [draw_lengths(2, TYPICAL, 1024 - PROMPT) for _ in range(PAIRS * steps)]
-        rows = [{"prompt": words(PROMPT), "chosen": words(c), "rejected": words(r)} for c, r in counts]
+        counts = [draw_lengths(2, TYPICAL, 1024 - prompt) for _ in range(PAIRS * steps)]
+        rows = [{"prompt": words(prompt), "chosen": words(c), "rejected": words(r)} for c, r in counts]
         settings = DPOConfig(**common, per_device_train_batch_size=PAIRS, max_length=1024)
         made = DPOTrainer(ref_model=None, args=settings, train_dataset=Dataset.from_list(rows), **about)
-        return made, sum(2 * PROMPT + c + r for c, r in counts) / steps
+        return made, sum(2 * prompt + c + r for c, r in counts) / steps
     from trl import GRPOConfig, GRPOTrainer
 
     counts = [
@@ -102,15 +109,18 @@ def make(
         for _ in range(steps + 2)
     ]
     batch = {"per_device_train_batch_size": COMPLETIONS, "num_generations": COMPLETIONS}
+    if given.rollouts:
+        batch |= {"generation_kwargs": {"min_new_tokens": completion}}
     made = GRPOTrainer(
         args=GRPOConfig(**common, **batch, max_completion_length=completion or LONGEST, beta=0.0),
         reward_funcs=[lambda completions, **_: [random.random() for _ in completions]],
-        train_dataset=Dataset.from_list([{"prompt": words(PROMPT)} for _ in range(steps)]),
+        train_dataset=Dataset.from_list([{"prompt": words(prompt)} for _ in range(steps)]),
         **about,
     )
     turn = iter(counts)
-    made._generate_single_turn = lambda *_, **__: ([ids(count) for count in next(turn)], None)
-    return made, COMPLETIONS * PROMPT + sum(map(sum, counts)) / len(counts)
+    if not given.rollouts:
+        made._generate_single_turn = lambda *_, **__: ([ids(count) for count in next(turn)], None)
+    return made, COMPLETIONS * prompt + sum(map(sum, counts)) / len(counts)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -125,7 +135,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from tunecompile.cli.compare.meters import memory_figures, reset_memory
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    bf16, steps = device == "cuda", UNTIMED + given.steps
+    untimed = SETTLED.get(about.engine, 1) if given.rollouts else UNTIMED
+    bf16, steps = device == "cuda", untimed + given.steps
     job = Job(
         system=given.systems,
         model=given.folder,  # loaded as users load one: trainers ask whether it is in 4 bits
@@ -141,7 +152,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             ends.append(time.perf_counter())
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            if len(ends) == UNTIMED:  # else it comes some steps later, once: 0.5 s for what compilation has left
+            if len(ends) == untimed:  # else it comes some steps later, once: 0.5 s for what compilation has left
                 gc.collect()
             if bf16:
                 torch.cuda.synchronize()
@@ -157,12 +168,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         }
         random.seed(0)  # the same rows for all systems, whatever was drawn to load a model
         tokenizer = AutoTokenizer.from_pretrained(given.folder)
-        trainer, tokens = make(given.trainers, model, tokenizer, common, steps, given.completion)
+        trainer, tokens = make(given, model, tokenizer, common, steps)
         trainer.add_callback(Watch())
         reset_memory(device)
         trainer.train()
     times = [1e3 * (end - begin) for begin, end in itertools.pairwise(ends)]
-    timed = times[UNTIMED:]
+    timed = times[untimed:]
     if about.engine == "tunecompile":
         import tunecompile
 
@@ -184,6 +195,7 @@ def run(given: argparse.Namespace, trainer: str, name: str, folder: str, seconds
     command = [sys.executable, __file__, "--model", given.model, "--trainers", trainer, "--systems", name]
     command += ["--steps", str(given.steps), "--folder", folder, "--out", str(given.out)]
     command += ["--completion", str(given.completion)] if given.completion else []
+    command += ["--prompt", str(given.prompt), *["--rollouts"] * given.rollouts]
     command += ["--checkpointing"] * given.checkpointing
     return row_apart(command, given.logs / f"{trainer}-{name}.log", seconds)
 
@@ -198,7 +210,7 @@ def main() -> int:
     for trainer, name in itertools.product(given.trainers.split(","), given.systems.split(",")):
         about = {"system": name, "model": given.model, "mode": "qlora", "trainer": trainer}
         about |= {
-            "shape": shape_of(trainer, given.completion),
+            "shape": shape_of(trainer, given),
             "checkpointing": Job(system=name, model=given.model, checkpointing=given.checkpointing).checkpoints,
             "budget_gib": None,
         }

@@ -14,7 +14,7 @@ from tests.support.models.pairs import pair, small
 from tests.support.notes import fell_back, find, has
 from tunecompile.compiler.backend import CompiledAs, WeakBackend
 from tunecompile.planner.solver import KEEP, RECOMPUTE
-from tunecompile.runtime.layers import dynamic_shapes, layer_slot
+from tunecompile.runtime.layers import compiled_layer, dynamic_shapes
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes
 from tunecompile.runtime.layers.region import pieces_of
 
@@ -236,7 +236,7 @@ def test_pieces_are_not_shared_by_plans_nor_by_calls_with_other_hooks(monkeypatc
         for layer in model.layers:
             layer.out.register_forward_hook(lambda module, args, output: 2 * output)
     assert pieces_step(models) == [2, 2]
-    monkeypatch.setattr(layer_slot, "KEEP", RECOMPUTE)  # what layers follow without a budget
+    monkeypatch.setattr(compiled_layer, "KEEP", RECOMPUTE)  # what layers follow without a budget
     assert pieces_step(models) == [3, 3]
     (region,) = models[0]._tunecompile.regions
     assert [c.plan for backend in region.backends.values() for c in backend.contexts] == 4 * [KEEP] + 2 * [RECOMPUTE]

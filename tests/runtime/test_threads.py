@@ -14,7 +14,7 @@ from tests.support.compare import assert_same_run
 from tests.support.models.pairs import pair
 from tests.support.notes import fell_back
 from tunecompile.runtime.layers.layer_slot import LayerSlot
-from tunecompile.runtime.of_thread import of_thread
+from tunecompile.runtime.step.of_thread import of_thread
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ from tunecompile.runtime.layers.region import Region, is_of_evaluation
 from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.parts import LossHead
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.step.state import Step
 
 
 def note_new_layers(model: nn.Module) -> list[Note]:

@@ -18,7 +18,7 @@ from tunecompile.planner.datasheets import find_gpu
 from tunecompile.planner.device_memory import gauge_of
 from tunecompile.runtime.model_state import ATTRIBUTE, Settings, State, is_optimized, state_of
 from tunecompile.runtime.parts import PARTS
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.step.state import Step
 
 log = logging.getLogger("tunecompile")
 

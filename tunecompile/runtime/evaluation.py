@@ -19,7 +19,8 @@ from tunecompile._torch.modules import call_original
 from tunecompile.integrations import loss_caller
 from tunecompile.integrations.transformers import gives_cache, with_late_cache
 from tunecompile.notes import KINDS, Note, note
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.step.mode import Mode
+from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.unpad import Unpadding
 
@@ -40,14 +41,16 @@ class Evaluation(Unpadding):
         self.batches = 0
         self.left: dict[Note, None] = {}  #: why calls ran by the model's own code
 
-    def call(self, args: tuple, kwargs: dict) -> Any:
-        """The owner's call in eval mode without gradients: compiled where it is one for a loss."""
-        if self.step.elsewhere or not loss_caller.loss_is_wanted():
-            return call_original(self.owner, *args, **kwargs)
+    def runs(self, args: tuple, kwargs: dict) -> bool:
+        """Whether a call in eval mode without gradients is one for a loss, and can be compiled."""
+        if not loss_caller.loss_is_wanted():
+            return False
         if (why := self._why_left(args, kwargs)) is not None:
             self.left[why] = None
-            return call_original(self.owner, *args, **kwargs)
-        self.step.evaluates = True
+        return why is None
+
+    def call(self, args: tuple, kwargs: dict) -> Any:
+        """The owner's call in eval mode without gradients, compiled."""
         with _plain_tensors():
             return self._compiled(*tree_map_only(Tensor, _plain, (args, kwargs)))
 
@@ -55,7 +58,7 @@ class Evaluation(Unpadding):
         """Why a call for a loss runs by the model's own code."""
         if self.step.unverified:
             return note("not-verified-yet")
-        if not self._takes_cache:
+        if not self.takes_cache:
             return None
         if kwargs.get("use_cache") or gives_cache(kwargs) or len(args) > 2:
             return note("cache-used")
@@ -65,7 +68,7 @@ class Evaluation(Unpadding):
     def _makes_cache(self, kwargs: dict) -> bool:
         """Whether the model's own code would make a cache that nobody requested."""
         by_default = getattr(getattr(self.owner, "config", None), "use_cache", False)
-        return self._takes_cache and kwargs.get("use_cache") is None and bool(by_default)
+        return self.takes_cache and kwargs.get("use_cache") is None and bool(by_default)
 
     def _compiled(self, args: tuple, kwargs: dict) -> Any:
         keeps = note("logits-read") if loss_caller.logits_are_wanted() else None
@@ -91,13 +94,13 @@ class Evaluation(Unpadding):
             return None
 
         def again() -> Tensor | None:
-            self.step.repeats = self.step.scoring = self.step.evaluates = True
+            self.step.repeats, self.step.mode = True, Mode.EVALUATE
             return self._again(past, hidden, autocast)
 
         return self._late(None, again)
 
     def _cache(self, name: str, args: tuple, kwargs: dict) -> Any:
-        self.step.evaluates = False
+        self.step.mode = Mode.EAGER
         return getattr(call_original(self.owner, *args, **{**kwargs, "use_cache": True}), name)
 
     def _late(self, state: int | None, make: Callable[[], Any]) -> Any:
@@ -108,7 +111,7 @@ class Evaluation(Unpadding):
         if state is not None and state != self._weights():
             log.warning("tunecompile: %s. %s", note("cache-read-late"), KINDS["cache-read-late"].mend)
         trains = [module for module in self.owner.modules() if module.training]
-        step, names = self.step, ("active", "scoring", "evaluates", "repeats", "makes_cache")
+        step, names = self.step, ("mode", "repeats", "makes_cache")
         before = {name: getattr(step, name) for name in names}
         try:
             for module in trains:

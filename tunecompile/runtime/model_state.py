@@ -23,7 +23,7 @@ from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.layers.region import Region, merge_tallies, pieces_of
 from tunecompile.runtime.loss_head import Head
 from tunecompile.runtime.memory.weight_cache import WeightCache
-from tunecompile.runtime.step import NotCopied, Step
+from tunecompile.runtime.step.state import NotCopied, Step
 from tunecompile.runtime.unpad.norm_slot import NormSlot
 from tunecompile.runtime.unpad.unpad import Unpadding
 

@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.notes import has
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
-from tunecompile.runtime.layers import layer_slot
+from tunecompile.runtime.layers import compiled_layer, layer_slot
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.parts.layers import Layers
 
@@ -79,19 +79,19 @@ class Kind:
     def __init__(self, monkeypatch, in_tower=False, images=False, unread=False, collects=False, **more):
         self.marked, self.asked = [], []
         for name in ("mark_flat", "mark_patches"):
-            monkeypatch.setattr(layer_slot, name, lambda *given, name=name: self.marked.append((name, *given)))
+            monkeypatch.setattr(compiled_layer, name, lambda *given, name=name: self.marked.append((name, *given)))
         sizes = SimpleNamespace(
             **{
                 name: lambda *given, name=name: self.marked.append((name, *given)) or True
                 for name in ("mark", "mark_all")
             }
         )
-        monkeypatch.setattr(layer_slot.context_parallel, "is_shared", lambda: "shared")
+        monkeypatch.setattr(compiled_layer.context_parallel, "is_shared", lambda: "shared")
         monkeypatch.setattr(
-            layer_slot.output_capturing, "collects_attention", lambda owner: owner == "owner" and collects
+            compiled_layer.output_capturing, "collects_attention", lambda owner: owner == "owner" and collects
         )
-        monkeypatch.setattr(layer_slot, "hooks_were_seen", lambda: "seen")
-        monkeypatch.setattr(layer_slot, "are_unread", lambda *given: self.asked.append(given) or unread)
+        monkeypatch.setattr(compiled_layer, "hooks_were_seen", lambda: "seen")
+        monkeypatch.setattr(compiled_layer, "are_unread", lambda *given: self.asked.append(given) or unread)
         region = SimpleNamespace(
             in_tower=in_tower,
             sizes=sizes,
@@ -130,7 +130,7 @@ def test_forwards_that_score_and_text_behind_images_have_symbols_at_once(monkeyp
 @pytest.mark.parametrize("told", [False, True])
 def test_rows_of_patches_are_marked_as_such(monkeypatch, in_tower, hidden, told):
     kind = Kind(monkeypatch, in_tower=in_tower)
-    kind(hidden, **({layer_slot.LONGEST_IMAGE: torch.zeros(3, 0)} if told else {}))
+    kind(hidden, **({compiled_layer.LONGEST_IMAGE: torch.zeros(3, 0)} if told else {}))
     patches = told or (in_tower and hidden.dim() == 2)
     assert [name for name, *_ in kind.marked] == ["mark_patches" if patches else "mark"]
     assert kind.slot.step.images is patches and kind.marked[0][1][0][1] is hidden
@@ -140,7 +140,7 @@ def test_a_row_of_documents_is_marked_by_its_tokens(monkeypatch):
     """Also in a tower, where images are its documents."""
     for in_tower in (False, True):
         kind, offsets = Kind(monkeypatch, in_tower=in_tower), torch.zeros(3, dtype=torch.int32)
-        found, sizes = kind(HIDDEN[:1], **{layer_slot.OFFSETS: offsets, layer_slot.WINDOW: 9})
+        found, sizes = kind(HIDDEN[:1], **{compiled_layer.OFFSETS: offsets, compiled_layer.WINDOW: 9})
         assert found.flat and sizes == (1, 6) and found.setting[2] == 9
         assert [(name, total) for name, _, total in kind.marked] == [("mark_flat", 6)]
 
@@ -171,7 +171,7 @@ def test_hooks_of_transformers_collect_attention_where_no_others_are(monkeypatch
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("images", [False, True])
 def test_the_first_layers_view_and_a_towers_images_are_told(monkeypatch, first, images):
-    monkeypatch.setattr(layer_slot, "without_view", lambda args, kwargs: ((*args, "no view"), kwargs, "shared"))
+    monkeypatch.setattr(compiled_layer, "without_view", lambda args, kwargs: ((*args, "no view"), kwargs, "shared"))
     told = SimpleNamespace(tell=lambda args, kwargs: {**kwargs, "told": args})
     slot = SimpleNamespace(first=first, images=told if images else None, padding=None)
     args = (1, "no view") if first else (1,)

@@ -11,7 +11,8 @@ from tests.support.notes import has
 from tunecompile.integrations.bitsandbytes import STATE
 from tunecompile.runtime.loss_head import fused_forward
 from tunecompile.runtime.loss_head.fused_forward import FusedForward, _scores, _unfit
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.step.mode import Mode
+from tunecompile.runtime.step.state import Step
 
 REFUSED = {
     "no matrix": (torch.ones(3), 1.0),
@@ -63,10 +64,10 @@ def test_scores_that_are_others_are_the_packages_own(monkeypatch):
     """And the report says so. An evaluation is no step: nothing is said of it."""
     same = []
     monkeypatch.setattr(fused_forward.trl, "same_scores", lambda ours, theirs, call: same.append(call) or False)
-    fused = SimpleNamespace(step=Step(active=True), known={})
+    fused = SimpleNamespace(step=Step(mode=Mode.TRAIN), known={})
     call = SimpleNamespace(hidden=torch.ones(1, 2), weight=torch.ones(3, 2), bias=None, temperature=1.0, options=(0.5,))
     for _ in range(2):
         assert has([FusedForward.score(fused, call, None)], "fused-head-computes-else")
     assert same == [call], "options are looked at once"
-    fused.step.active = False
+    fused.step.mode = Mode.EAGER
     assert FusedForward.score(fused, call, None) is None

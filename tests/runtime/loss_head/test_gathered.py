@@ -8,7 +8,8 @@ from tests.support.heads import WIDTH, WORDS, head_of, linear, states
 from tunecompile.runtime.loss_head import slot as slot_module
 from tunecompile.runtime.loss_head.deferred import LazyTensor
 from tunecompile.runtime.loss_head.slot import HeadSlot
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.step.mode import Mode
+from tunecompile.runtime.step.state import Step
 
 
 class Engine:
@@ -36,7 +37,7 @@ def test_a_weight_that_is_gathered_for_the_loss(why, monkeypatch):
     """Later, if the loss comes before the model's forward ends. Else the head is called, and it is said why."""
     monkeypatch.setattr(slot_module, "labels_are_given", lambda: why != "model-without-loss")
     module = Doubled(WIDTH, WORDS, dtype=torch.float64) if why == "head-no-linear" else linear()
-    slot = HeadSlot(Step(active=True), head_of(module))
+    slot = HeadSlot(Step(mode=Mode.TRAIN), head_of(module))
     slot.placed, slot.placement, hidden = True, Engine(why == "head-with-other-hooks"), states()
     found, waits = slot(hidden), why is None
     assert isinstance(found, LazyTensor) is (slot.head.gathered is slot.placement) is waits

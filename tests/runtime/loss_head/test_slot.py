@@ -20,7 +20,8 @@ from tunecompile.runtime.loss_head.deferred import LazyTensor
 from tunecompile.runtime.loss_head.linear_head import LinearHead, NotLinear
 from tunecompile.runtime.loss_head.losses import result_dtype
 from tunecompile.runtime.loss_head.slot import SPARSE, HeadSlot, Labelled
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.step.mode import Mode
+from tunecompile.runtime.step.state import Step
 
 
 def slot_of(module, read=None, **state):
@@ -34,7 +35,7 @@ def slot_of(module, read=None, **state):
 def test_a_head_is_called_in_training_alone(training, active):
     """`generate` between steps calls it, too, in eval mode or without gradients."""
     module = linear().train(training)
-    slot, _ = slot_of(module, active=active)
+    slot, _ = slot_of(module, mode=Mode.TRAIN if active else Mode.EAGER)
     with torch.no_grad():
         slot(states())
     assert not slot.called
@@ -52,7 +53,7 @@ def test_scores_of_hidden_states_without_padding_are_of_whole_ones(scoring):
     assert torch.equal(found, module(whole if scoring else hidden))
     assert [given[0] is hidden for given in told] == [True] * scoring
     for padded in (True, False):
-        slot, told = slot_of(module, read=whole, scoring=True)
+        slot, told = slot_of(module, read=whole, mode=Mode.SCORE)
         slot.head.padded = lambda padded=padded: padded
         with torch.set_grad_enabled(padded):
             slot(states())
@@ -67,7 +68,7 @@ def test_a_head_that_an_engine_places(monkeypatch):
     )
     monkeypatch.setattr("tunecompile.runtime.loss_head.slot.place", lambda module: asked.append(1) or host)
     host.product_dtype = lambda hidden: torch.float64
-    slot, _ = slot_of(linear(), active=True)
+    slot, _ = slot_of(linear(), mode=Mode.TRAIN)
     for _ in range(2):
         assert isinstance(slot(states()), LazyTensor)
     assert asked == [1] and calls == [1, 1]
@@ -78,17 +79,17 @@ def test_a_head_that_an_engine_places(monkeypatch):
 
 def test_a_frozen_heads_scores_wait_for_what_is_taken_of_them():
     module = linear()
-    slot, _ = slot_of(module, scoring=True)
+    slot, _ = slot_of(module, mode=Mode.SCORE)
     with torch.no_grad():
         assert not isinstance(slot(states()), LazyTensor), "it is trained"
         module.requires_grad_(False)
         assert isinstance(slot(states()), LazyTensor)
-        slot.step.scoring = False
+        slot.step.mode = Mode.EAGER
         assert not isinstance(slot(states()), LazyTensor)
 
 
 def test_what_is_no_call_of_one_tensor_is_the_modules_own():
-    slot, _ = slot_of(linear(), active=True)
+    slot, _ = slot_of(linear(), mode=Mode.TRAIN)
     assert not isinstance(slot(input=states()), LazyTensor)
     slot.step.replaced = "torch.nn.functional.linear"
     assert not isinstance(slot(states()), LazyTensor)
@@ -98,7 +99,7 @@ def test_what_is_no_call_of_one_tensor_is_the_modules_own():
 
 
 def test_logits_have_the_dtype_of_autocast():
-    slot, _ = slot_of(linear(torch.float32), active=True)
+    slot, _ = slot_of(linear(torch.float32), mode=Mode.TRAIN)
     hidden = states(torch.float32)
     assert slot(hidden).dtype is torch.float32
     with torch.autocast("cpu", torch.bfloat16):
@@ -108,7 +109,7 @@ def test_logits_have_the_dtype_of_autocast():
 def test_a_budget_settles_before_the_loss():
     settled = []
     budget = types.SimpleNamespace(settle=lambda: settled.append(1))
-    slot, _ = slot_of(linear(), active=True, budgets=(budget,))
+    slot, _ = slot_of(linear(), mode=Mode.TRAIN, budgets=(budget,))
     slot(states())
     assert settled == [1]
 

@@ -11,7 +11,8 @@ from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.models.pairs import pair
 from tests.support.notes import has
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.step.mode import Mode
+from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad import norm_slot
 from tunecompile.runtime.unpad.norm_slot import NormSlot
 
@@ -189,7 +190,9 @@ def test_a_norm_is_compiled_for_many_tokens_of_a_step(options, monkeypatch):
     told = {"active": True, "grad": True, "tokens": 6, "refused": False, "compiling": False, **options}
     monkeypatch.setattr(norm_slot, "LARGE", 24)
     monkeypatch.setattr(norm_slot, "is_compiling", lambda: told["compiling"])
-    slot = SimpleNamespace(step=Step(active=told["active"]), layer=nn.Identity(), compiled=None)
+    slot = SimpleNamespace(
+        step=Step(mode=Mode.TRAIN if told["active"] else Mode.EAGER), layer=nn.Identity(), compiled=None
+    )
     slot._refused, slot._gathered = lambda: told["refused"], lambda compiled, args, kwargs: "compiled"
     with torch.set_grad_enabled(told["grad"]):
         found = NormSlot._norm(slot, (torch.ones(1, told["tokens"]),), {})

@@ -8,7 +8,8 @@ from torch import nn
 
 from tests.support.batches import dropping, lengths_mask
 from tunecompile.integrations.kernel_functions import BOUNDARIES
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.step.mode import Mode
+from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad import owner_slot
 from tunecompile.runtime.unpad import unpad as module
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE
@@ -25,8 +26,10 @@ class Owner(nn.Module):
 class Decides:
     """In the place of decisions on padding."""
 
+    takes_cache, flat = True, True
+
     def __init__(self, recovery=None):
-        self.owner, self.step = Owner(), types.SimpleNamespace(recovery=recovery, makes_cache=False)
+        self.owner, self.step = Owner(), Step(recovery=recovery)
 
     def call(self, args, kwargs):
         return "trained", args, kwargs
@@ -38,6 +41,11 @@ class Decides:
 class Evaluates:
     """In the place of an evaluation."""
 
+    wanted = True
+
+    def runs(self, args, kwargs):
+        return self.wanted
+
     def call(self, args, kwargs):
         return "evaluated", args, kwargs
 
@@ -45,23 +53,31 @@ class Evaluates:
 X = torch.zeros(1)
 
 
-def test_steps_and_scores_decide():
-    made = Decides()
-    slot = OwnerSlot(made, Evaluates())
-    assert slot(X, use_cache=False) == ("trained", (X,), {"use_cache": False})
+def test_calls_run_as_the_step_does():
+    made, evaluation = Decides(), Evaluates()
+    slot, scores = OwnerSlot(made, evaluation), {"use_cache": False}
+    assert slot(X, **scores) == ("trained", (X,), scores) and made.step.mode is Mode.TRAIN and made.flat
     with torch.no_grad():
-        assert slot(X) == ("scored", (X,), {})
+        assert slot(X, **scores) == ("scored", (X,), scores) and made.step.mode is Mode.SCORE
+        assert slot(X, use_cache=True) == 1 and made.step.mode is Mode.EAGER and not made.flat, "it generates"
     made.owner.eval()
     assert slot(X) == 1, "its own"
     with torch.no_grad():
-        made.step.evaluates = True  # the last call did
-        assert slot(X) == ("evaluated", (X,), {}) and not made.step.evaluates
+        assert slot(X) == ("evaluated", (X,), {}) and made.step.mode is Mode.EVALUATE
+        evaluation.wanted = False
+        assert slot(X) == 1 and made.step.mode is Mode.EAGER
 
 
-@pytest.mark.parametrize("why", ["others_trace", "in_backward"])
-def test_what_others_trace_and_checkpoints_repeat_runs_as_it_is(why, monkeypatch):
-    monkeypatch.setattr(owner_slot, why, lambda: True)
-    assert OwnerSlot(Decides(), Evaluates())(X) == 1
+def test_what_others_compile_is_read_by_nobody(monkeypatch):
+    monkeypatch.setattr(owner_slot, "is_compiling", lambda: True)
+    made = Decides()
+    assert OwnerSlot(made, Evaluates())(X) == 1 and made.step.mode is Mode.EAGER and made.flat
+
+
+def test_what_checkpoints_repeat_runs_as_it_is(monkeypatch):
+    monkeypatch.setattr(owner_slot, "in_backward", lambda: True)
+    made = Decides()
+    assert OwnerSlot(made, Evaluates())(X) == 1 and made.step.mode is Mode.TRAIN and made.flat
 
 
 def test_a_step_that_may_run_out_of_memory_can_begin_again():
@@ -86,8 +102,8 @@ def test_a_forward_whose_padding_nobody_removed_is_its_own(monkeypatch):
     monkeypatch.setattr(made, "_run", lambda *_: "without padding")
     with torch.no_grad():
         assert made.score((X,), {"use_cache": False}) == 1 and made.flat is False
-        made.flattened, made.flat = 3, True
-        assert made.score((X,), {"use_cache": True}) == 1 and made.flat is False, "it generates"
+        made.flattened = 3
+        assert made.score((X,), {"use_cache": False}) == "without padding"
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.support.batches import dropping, lengths_mask
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.owner_call import PastCall
 from tunecompile.runtime.unpad.unpad import Unpadding

@@ -2,54 +2,34 @@
 
 from __future__ import annotations
 
-import enum
 import functools
-import math
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from tunecompile._torch.autograd import in_backward, in_checkpoint, innermost_hooks
-from tunecompile._torch.distributed import around_now
+from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.dynamo import is_compiling
-from tunecompile._torch.modules import call_original, global_hooks
-from tunecompile._torch.saved_strides import hooks_were_seen, notice_hooks
+from tunecompile._torch.modules import call_original
 from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import context_parallel, output_capturing
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
-from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan
-from tunecompile.runtime.cuda_graphs.recorded_graph import unrecorded
-from tunecompile.runtime.cuda_graphs.stacks import Stacks
-from tunecompile.runtime.layers.between import Form, call_in_stack, go_on, passed_on, stand_in
-from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, mark_flat, mark_patches, tensors_in
-from tunecompile.runtime.layers.force_grad import Shared, drop_graph, require_grad, without_graph, without_view
+from tunecompile.runtime.layers.between import Form, passed_on, stand_in
+from tunecompile.runtime.layers.compiled_layer import CompiledLayer
+from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, tensors_in
+from tunecompile.runtime.layers.force_grad import drop_graph
 from tunecompile.runtime.layers.met_graph import last_met
-from tunecompile.runtime.layers.placed_layer import PlacedLayer
-from tunecompile.runtime.layers.region import EVALUATION, SCORING, CallKind, Region
-from tunecompile.runtime.layers.unread_weights import are_unread, unread
-from tunecompile.runtime.layers.variant import Variant, unchanged
-from tunecompile.runtime.memory.budget import RuntimePlanner
-from tunecompile.runtime.memory.given_containers import holds_containers
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.layers.region import Region
+from tunecompile.runtime.layers.unread_weights import unread
+from tunecompile.runtime.step.mode import Mode, mode_again, mode_of_layer
+from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad.decision import PACKED
-from tunecompile.runtime.unpad.flat_batch import LONGEST_IMAGE, OFFSETS, WINDOW, FlatBatch
-from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, mappings_in, note_written
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
 from tunecompile.runtime.unpad.masks.one_form import in_one_form
 from tunecompile.runtime.unpad.masks.pairs import real_masks
-from tunecompile.runtime.unpad.unpad import Unpadding
-
-
-class Mode(enum.Enum):
-    """How one call of a layer runs."""
-
-    EAGER = "eager"  #: by its own code
-    TRAIN = "train"  #: compiled, with a backward pass
-    SCORE = "score"  #: compiled, without gradients: a reference's log-probabilities, say
 
 
 class Entry(Protocol):
@@ -61,35 +41,19 @@ class Entry(Protocol):
         """A pass begins without a call of the owner."""
 
 
-class LayerSlot(PlacedLayer):
+class LayerSlot(CompiledLayer):
     """Runs the calls of one layer."""
 
     def __init__(self, step: Step, layer: nn.Module, region: Region):
-        super().__init__(layer, region)
-        self.step = step
-        self.place, self.stack = 0, 0  #: among all layers, and the number of its list of layers
-        self.first = False  #: in its list of layers
+        super().__init__(step, layer, region)
         self.entry: Entry | None = None
         self.called = False  #: whether it ever was
         #: how its last forward of a training step ran, and the last one in training mode, which may be without
         #: gradients: what is repeated in a backward pass runs as it did
         self.trained_as = self.ran_as = Mode.TRAIN
-        self.checkpoint = False  #: whether the user enabled gradient checkpointing
         #: a checkpoint function of the user's, called with the layer and its arguments by position
         self.checkpointed_by: Callable | None = None
-        self.paddings: tuple[Unpadding, Unpadding] | None = None  #: of training steps, and of evaluations
-        self.variant: Variant | None = None
         self.batch = 0  #: the number of its owner's call in which it trained last
-        self.flat: FlatBatch | None = None  #: the row that the call under way runs on
-        self.collected = output_capturing.Collected()  #: by that call
-        self.joined: tuple[Variant, tuple] | None = None  #: what ran it last as a part of a stack, if it was one
-
-    @property
-    def padding(self) -> Unpadding | None:
-        """What decides on padding in the call that runs."""
-        if self.paddings is None:
-            return None
-        return self.paddings[self.step.evaluates and not in_backward()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (rollout := self.step.rollout) is not None:
@@ -113,7 +77,7 @@ class LayerSlot(PlacedLayer):
             return call_original(self.layer, *args, **kwargs)
         if self.step.makes_cache:
             args, kwargs = without_cache(args, kwargs)
-        if mode is Mode.TRAIN and (output := self._follow(args, kwargs)) is not None:
+        if mode is Mode.TRAIN and (output := self.followed(args, kwargs)) is not None:
             return output
         if self._loops(args, kwargs):
             return call_original(self.layer, *args, **kwargs)
@@ -181,7 +145,7 @@ class LayerSlot(PlacedLayer):
         return output if late is None else late
 
     def _run_as(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
-        if mode is Mode.SCORE:
+        if mode.without_gradients:
             return self._gathered(self._scored, args, kwargs)
         args, kwargs, forced = self.differentiable(args, kwargs)
         if forced is None:
@@ -197,13 +161,17 @@ class LayerSlot(PlacedLayer):
         training, gradients = self.layer.training, torch.is_grad_enabled()
         if in_backward():
             # A checkpoint around the layer recomputes it. Other forwards (evaluation, a reference model) may have run
-            # since the one it repeats, so the step's flags say nothing here.
-            before = self.ran_as if self.step.in_backward else self.trained_as
-            return Mode.TRAIN if training and gradients and before is not Mode.EAGER else Mode.EAGER
+            # since the one it repeats, so the step says nothing here.
+            return mode_again(self.ran_as if self.step.in_backward else self.trained_as, training, gradients)
         alone = self.entry is not None and not self.entry.entered  # an owner that is called by its `forward`, say
         if alone and self.first:
             self.entry.begin()
-        mode = self._mode_of_forward(training, gradients)
+        mode = mode_of_layer(self.step.mode, training, gradients)
+        if mode is Mode.EAGER and not self.step.entered and training and gradients:
+            self.region.bypassed = True
+        if mode is Mode.TRAIN and self.owner is not None and not self.step.repeats:
+            self.region.again |= self.batch == self.step.batches
+            self.batch = self.step.batches
         if mode is not Mode.EAGER and (why := self.region.effort.eager) is not None:
             self._run_eagerly(why)
             mode = Mode.EAGER
@@ -213,32 +181,11 @@ class LayerSlot(PlacedLayer):
                 self.trained_as = mode
         return mode
 
-    def _mode_of_forward(self, training: bool, gradients: bool) -> Mode:
-        if self.step.scoring and (training or self.step.evaluates) and not gradients:
-            return Mode.SCORE
-        if not self.step.active and not self.step.entered and training and gradients:
-            self.region.bypassed = True
-        if not self.step.active:
-            return Mode.EAGER
-        if self.owner is not None and not self.step.repeats:
-            self.region.again |= self.batch == self.step.batches
-            self.batch = self.step.batches
-        return Mode.TRAIN
-
     def _gathered(self, run: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
         """`run`, between the hooks of FSDP2 if the layer is a unit of its own: a repetition inside finds gathered
         weights.
         """
         return run(args, kwargs) if self.placement is None else self.placement.around(run, args, kwargs)
-
-    def _trained(self, args: tuple, kwargs: dict) -> Any:
-        if self.checkpointed_by is not None:
-            return self.checkpointed_by(lambda *args: self.compiled(args, kwargs), *args)
-        recovery = self.step.recovery
-        return self.compiled(args, kwargs) if recovery is None else recovery.layer(self, args, kwargs)
-
-    def _scored(self, args: tuple, kwargs: dict) -> Any:
-        return self._score(args, kwargs) if self.placement is None else self.placement.call(self._score, args, kwargs)
 
     def _refused(self) -> bool:
         """Whether hooks of accelerate's, or context parallelism, cannot be compiled around."""
@@ -277,202 +224,11 @@ class LayerSlot(PlacedLayer):
             raise NotTokenWise(note("runs-eagerly"))
         self.region.refused[why] += 1
 
-    @property
-    def budget(self) -> RuntimePlanner | None:
-        """The planner of the layer's device, where there is a budget."""
-        return self.step.budget_of(self)
+    def _trained(self, args: tuple, kwargs: dict) -> Any:
+        if self.checkpointed_by is not None:
+            return self.checkpointed_by(lambda *args: self.compiled(args, kwargs), *args)
+        recovery = self.step.recovery
+        return self.compiled(args, kwargs) if recovery is None else recovery.layer(self, args, kwargs)
 
-    @property
-    def device(self) -> torch.device | None:
-        """Where the layer's weights are; None where accelerate keeps them elsewhere between calls."""
-        return next((parameter.device for parameter in self.layer.parameters() if not parameter.is_meta), None)
-
-    def compiled(self, args: tuple, kwargs: dict, finish: Callable = unchanged) -> Any:
-        """The layer's call; `finish` gets its output while saved tensors are still hooked."""
-        if self.placement is not None:
-            if self.states is not None:
-                self.states.put_back()
-            return self.placement.call(lambda args, kwargs: self._compiled(args, kwargs, finish), args, kwargs)
-        return self._compiled(args, kwargs, finish)
-
-    def _compiled(self, args: tuple, kwargs: dict, finish: Callable) -> Any:
-        notice_hooks()
-        args, kwargs, shared = self._told(args, kwargs)
-        kind, sizes = self._kind(args, kwargs)
-        budget = self.budget
-        if self.region.kept is not None:
-            self.region.kept.enter(self.place, self.stack)
-        if budget is None:
-            self.variant = self.region.variant(RECOMPUTE if self.checkpoint else KEEP, kind)
-            return self.step.telling(lambda: self._call(args, kwargs, shared, joins=self._joins()))
-        plan, look = budget.plan_for(self, kind, math.prod(sizes))
-        with budget.around(self, planned=look is None):
-            if look is None:
-                self.variant = self.region.variant(plan, kind)
-                output = self._call(args, kwargs, shared, joins=self._joins() and not budget.offloading)
-            else:
-                output = self.region.surveyed(plan, kind, look, lambda made: self._call(args, kwargs, shared, made))
-            budget.follow(self, output)
-            return finish(output)
-
-    def _told(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Shared | None]:
-        """The arguments, as they are traced, and whose memory they share: the first layer's, or behind a row."""
-        shared, running = None, None if self.padding is None else self.padding.running
-        if self.first or (running is not None and (running.drops or running.rounded is not None)):
-            args, kwargs, shared = without_view(args, kwargs)
-        return args, kwargs if self.images is None else self.images.tell(args, kwargs), shared
-
-    def _kind(self, args: tuple, kwargs: dict, scores: bool = False) -> tuple[CallKind, tuple[int, ...]]:
-        """The key of a variant, and the batch's sizes, which are marked as dynamic."""
-        tensors = list(tensors_in(args, kwargs))
-        sizes = DynamicShapes.of(tensors)
-        if OFFSETS in kwargs:
-            mark_flat(tensors, sizes[1])
-        elif LONGEST_IMAGE in kwargs or (self.region.in_tower and len(sizes) == 1):
-            mark_patches(tensors)
-            self.step.images = True
-        else:
-            other = scores or self.step.images  # than the first lengths: rows are as long as their images are large
-            seen = self.region.evaluated if self.step.evaluates else self.region.sizes
-            (seen.mark_all if other else seen.mark)(tensors, sizes, self.place)
-        self.hooks = self.inside.hooks
-        setting = (
-            torch.is_grad_enabled(),
-            context_parallel.is_shared(),
-            kwargs.get(WINDOW),
-            self.hooked(),
-            hooks_were_seen(),  # graphs that were made before may have come from a cache
-            self.region.classes.version,
-            self.switched_off.active,  # else a policy's calls look at its reference's guards, and the other way round
-        )
-        ones, kinds = (size == 1 for size in sizes), ((where, t.dtype, t.requires_grad) for where, t in tensors)
-        by_hooks = output_capturing.collects_attention(self.owner) and not setting[3] and not self.inside.collected
-        left_out = are_unread(kwargs, by_hooks) and self.placement is None and not self.region.weights_read
-        return CallKind(setting, (*ones, *kinds), OFFSETS in kwargs, left_out), sizes
-
-    def _score(self, args: tuple, kwargs: dict) -> Any:
-        """A forward without gradients, by the code that trains: of another graph some sums are rounded otherwise."""
-        with self.switched_off.scaled_by_0() as scaled:
-            plan = None if self.step.evaluates else self._scores_as(args, kwargs)
-            if plan is None:
-                args, kwargs, _ = self._told(args, kwargs)
-                way = EVALUATION if self.step.evaluates else SCORING
-                self.variant = self.region.scoring(self._kind(args, kwargs, scores=True)[0], scaled, way)
-                return self._call(args, kwargs)
-            with unrecorded(self.region.replays), torch.enable_grad():
-                args, kwargs, forced = self.differentiable(args, kwargs)
-                args, kwargs, shared = self._told(args, kwargs)
-                kind, _ = self._kind(args, kwargs, scores=scaled)
-                self.variant = self.region.reference(plan, kind) if scaled else self.region.variant(plan, kind)
-                if self.region.kept is not None and not scaled:
-                    self.region.kept.enter(self.place, self.stack)
-                output = without_graph(self._call(args, kwargs, shared))
-        if forced is not None:
-            forced.hand_back()
-        return output
-
-    def _scores_as(self, args: tuple, kwargs: dict) -> Plan | None:
-        """The plan of the training steps whose code scores; None where a graph without a backward has to.
-
-        That is where nobody would drop what is saved (hooks and containers get values of the layer), where other ranks
-        gather its weights, and where the plan of memory is for smaller batches, or is not made yet.
-        """
-        self.hooks = self.inside.hooks
-        if self.placement is not None or self.hooked() or self.inside.collected or holds_containers(args, kwargs):
-            return None
-        if not any(parameter.requires_grad for parameter in self.layer.parameters()):
-            return None
-        if self.budget is None:
-            return RECOMPUTE if self.checkpoint else KEEP
-        tokens = math.prod(DynamicShapes.of(list(tensors_in(args, kwargs))))
-        return self.budget.known_plan(self, tokens)
-
-    @property
-    def stacks(self) -> Stacks | None:
-        """The recordings of layers that follow each other."""
-        return None if self.region.replays is None else self.region.replays.stacks
-
-    def _joins(self) -> bool:
-        """Whether nobody looks at what is between this layer and others, nor has to be there at its call."""
-        alone = self.placement is None and self.checkpointed_by is None and self.step.recovery is None
-        repeated = in_backward() or in_checkpoint() or innermost_hooks() is not None
-        looked_at = any(self.hooks) or any(global_hooks()) or self.inside.collected
-        return alone and self.images is None and not repeated and not looked_at and around_now() is None
-
-    @property
-    def _setting(self) -> tuple:
-        """What Dynamo has no guard for, where there are no hooks."""
-        return self.region.classes.version, self.switched_off.active
-
-    def _follow(self, args: tuple, kwargs: dict) -> Any:
-        """The output of a layer whose stack is being replayed; None where its call is not the one that was replayed,
-        as far as its arguments tell, or where that has to be found out.
-        """
-        stacks, budget = self.stacks, self.budget
-        under_way = None if stacks is None else stacks.replayed
-        if under_way is None or under_way.given is None or self.joined is None or stacks.thread != get_ident():
-            return None
-        passed = under_way.given.passed_with(args, kwargs, under_way.output)
-        self.hooks = self.inside.hooks
-        if passed is None or self.joined[1] != self._setting or not self._joins():
-            return None
-        self.variant = self.joined[0]
-        if self.region.kept is not None:
-            self.region.kept.enter(self.place, self.stack)
-        output, form = go_on(stacks, self.variant.call, self.layer, *passed), under_way.given.form
-        if output is None:
-            return None
-        if self.padding is not None:
-            self.padding.layer_ran()
-        if budget is not None:
-            budget.follow(self, output)
-        late = stand_in(output, stacks, form)
-        return pytree.tree_map_only(Tensor, form.leave, output) if late is None else late
-
-    def _call(
-        self,
-        args: tuple,
-        kwargs: dict,
-        shared: Shared | None = None,
-        made: Variant | None = None,
-        joins: bool = False,
-    ) -> Any:
-        self.variant = made or self.variant
-        self.variant.batch = self.step.batches
-        leave = None if self.flat is None else self.flat.leave_inside
-        captured = output_capturing.collecting(self.hooks, in_backward(), leave)
-        with context_parallel.outside(self.padding), captured as collected:
-            self.variant.collects = collected.asked
-            if self.flat is not None:
-                self.collected = collected
-                self.variant.own = {*collected.lists, *mappings_in(args, kwargs)}
-            if self.stacks is None:
-                output = self.variant.call(self.layer, *args, **kwargs)
-            else:
-                joins = joins and self.variant.is_one_graph and not collected.asked
-                self.joined = (self.variant, self._setting) if joins else None
-                kept = self.inside.kept if joins else None
-                output = call_in_stack(self.stacks, self.variant.call, self.layer, kept, args, kwargs)
-        if shared is not None:
-            shared.hand_back()
-        return output
-
-    def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Shared | None]:
-        """The arguments, with hidden states that require a gradient, and whose memory these share, if they do."""
-        return require_grad(self.layer, args, kwargs)
-
-    def _forget_variant(self, flat: FlatBatch) -> None:
-        """No call runs it, unless it is a tower's, which runs other rows as well."""
-        if flat.bounds is None:
-            self.region.forget(self.variant)
-
-    def note_eager(self) -> None:
-        """A call runs by the layer's own code although it should have been compiled.
-
-        Raises:
-            RuntimeError: its hidden states are none of its own.
-        """
-        if self.stacks is not None and self.stacks.joins and self.stacks.replayed is not None:
-            raise RuntimeError("a layer of a recorded stack was called otherwise")
-        if self.variant is not None:
-            self.variant.eager += 1
+    def _scored(self, args: tuple, kwargs: dict) -> Any:
+        return self.scored(args, kwargs) if self.placement is None else self.placement.call(self.scored, args, kwargs)

@@ -17,7 +17,7 @@ from tunecompile.integrations.trl import OUTPUTS, ScoreCall, Scores
 from tunecompile.notes import Note, note
 from tunecompile.runtime.loss_head.slot import Head
 from tunecompile.runtime.loss_head.token_scores import STATISTICS, token_scores
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.step.state import Step
 
 
 class FusedForward:

@@ -25,7 +25,7 @@ from tunecompile.runtime.layers.module_watch import ClassWatch
 from tunecompile.runtime.loss_head.deferred import lazily
 from tunecompile.runtime.loss_head.linear_head import HeadTracer, LinearHead, NotLinear
 from tunecompile.runtime.loss_head.logits import Logits
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.step.state import Step
 
 log = logging.getLogger("tunecompile")
 SPARSE = 0.9  #: with a smaller share of labelled rows, finding them costs less than computing the others

@@ -14,7 +14,7 @@ from tunecompile._torch.autograd import others_trace
 from tunecompile.errors import CannotVerify, summary
 from tunecompile.notes import Note, note
 from tunecompile.runtime.model_state import Part, State, Verify
-from tunecompile.runtime.step import NotCopied
+from tunecompile.runtime.step.state import NotCopied
 
 log = logging.getLogger("tunecompile")
 VERIFIED = "verified"  #: topic of the ranks' store: whether a rank's first step is right, and a line about it

@@ -13,7 +13,7 @@ from tunecompile.notes import Note, note
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.loss_head.fused_forward import FusedForward
 from tunecompile.runtime.model_state import Part, State
-from tunecompile.runtime.step import NotCopied
+from tunecompile.runtime.step.state import NotCopied
 
 
 class FusedHead(Part):

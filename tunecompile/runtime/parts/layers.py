@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from tunecompile._torch.autograd import others_trace
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.integrations.loss_caller import liger_kinds
 from tunecompile.integrations.transformers import gives_cache
@@ -22,9 +24,11 @@ from tunecompile.runtime.layers.module_watch import TURNS
 from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.model_state import ModelCall, Part, State
 from tunecompile.runtime.parts.first_step import FirstStepCheck
-from tunecompile.runtime.step import NotCopied, Step
+from tunecompile.runtime.step.facts import read_facts
+from tunecompile.runtime.step.mode import Mode, StepFacts, mode_of_step
+from tunecompile.runtime.step.state import NotCopied
 from tunecompile.runtime.unpad.norm_slot import NormSlot
-from tunecompile.runtime.unpad.owner_call import scores
+from tunecompile.runtime.unpad.owner_slot import OwnerSlot
 
 log = logging.getLogger("tunecompile")
 
@@ -138,14 +142,12 @@ class EntryHook(NotCopied):
         if step.repeats:
             return self._without_cache(module, args, kwargs)
         self.entered = True
-        step.enter(module)
-        scored = step.evaluates or scores(module, self.takes_cache, args, kwargs or {})
-        step.scoring = scored and not step.elsewhere  # layers hold what the call of the other thread needs
-        if step.active or step.scoring:
-            self._begin(step)
-            self.state.follow(self.slots)
+        if isinstance(slot_of(module), OwnerSlot):  # which has decided
+            self._enter(step.mode)
+        else:
+            self._enter(mode_of_step(read_facts(module, self.takes_cache, args, kwargs or {}, step.elsewhere)))
         if not step.active:
-            for budget in step.budgets if not step.elsewhere and (step.evaluates or not step.scoring) else ():
+            for budget in step.budgets if not step.elsewhere and step.mode is not Mode.SCORE else ():
                 budget.pause()
             return self._without_cache(module, args, kwargs) if step.evaluates else None
         if self.trained and not self.told:
@@ -168,20 +170,25 @@ class EntryHook(NotCopied):
         step = self.state.step
         if step.repeats or step.evaluates:
             return
-        step.makes_cache = step.scoring = False
-        step.enter(self.owner)
+        step.makes_cache = False
+        self._enter(mode_of_step(StepFacts(self.owner.training, torch.is_grad_enabled(), others_trace())))
         if step.active:
-            self._begin(step)
-            self.state.follow(self.slots)
             self.state.before_step(ModelCall((), {}, self.counts))
 
-    def _begin(self, step: Step) -> None:
-        """Engines take a model at its first training step: what an evaluation before it saw is looked at anew."""
+    def _enter(self, mode: Mode) -> None:
+        """A call begins, which runs so. Engines take a model at its first training step: what an evaluation before it
+        saw is looked at anew.
+        """
+        step = self.state.step
+        step.enter(self.owner, mode)
+        if step.mode is Mode.EAGER:
+            return
         step.early |= step.evaluates and not step.trained
         if step.active and not step.trained:
             for slot in (*self.state.slots, *self.state.norms) if step.early else ():
                 slot.look_anew()
         step.trained |= step.active
+        self.state.follow(self.slots)
 
     def _without_cache(self, module: nn.Module, args: tuple, kwargs: dict | None) -> tuple[tuple, dict] | None:
         """Training needs no cache, and layers take none (`without_cache`).
@@ -212,7 +219,9 @@ class WholeSlot(LayerSlot):
         self.state.part(FirstStepCheck).check(self.state, args, kwargs)
         if (slot := slot_of(self.layer)) is not self and slot is not None:  # a rewrite was switched off
             return slot(*args, **kwargs)
-        self.step.enter(self.layer)
+        self.step.enter(
+            self.layer, mode_of_step(StepFacts(self.layer.training, torch.is_grad_enabled(), others_trace()))
+        )
         if not self.step.active or self.step.recovery is None:
             return self._run_step(args, kwargs)
         return self.step.recovery.attempt(lambda: self._run_step(args, kwargs), restarts=True)

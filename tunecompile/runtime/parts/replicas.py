@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from tunecompile._torch.modules import fill_own
 from tunecompile.notes import Note, note
 from tunecompile.runtime.model_state import Part, State
-from tunecompile.runtime.step import NotCopied
+from tunecompile.runtime.step.state import NotCopied
 
 
 class Replicas(Part):

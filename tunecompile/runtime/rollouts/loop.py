@@ -153,7 +153,7 @@ class _Run:
         rows = self.rows = Rows(self.prompt, self.longest, self.ends, self.config._pad_token_tensor, count)
         at = self.prompt.shape[1]
         self._choose(prompt.fill(self.model, self.prompt, self.config, self.kwargs, self.cache), at)
-        # Without `_optimize_model_for_decode`: it has each token copy its experts' weights, and no pass would know them.
+        # Without `_optimize_model_for_decode`, by which each token copies the matrices of its experts
         layers = self.loop.decoding(self.cache, self.length)
         at = self._steps(DecodeStep(self.model, self.kwargs, rows, self.choice, self.length, layers), at + 1)
         self.choice.check()

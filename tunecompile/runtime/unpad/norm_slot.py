@@ -12,8 +12,9 @@ from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import HOOKS, call_original, global_hooks
 from tunecompile.runtime.layers.dynamic_shapes import tensors_in
 from tunecompile.runtime.layers.force_grad import without_graph
-from tunecompile.runtime.layers.layer_slot import LayerSlot, Mode
+from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.layers.region import CallKind
+from tunecompile.runtime.step.mode import Mode
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.masks.recorder import not_recording
 from tunecompile.runtime.unpad.unpad import Unpadding

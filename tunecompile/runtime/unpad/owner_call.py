@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tunecompile._torch.autograd import in_backward, in_checkpoint, others_trace
-from tunecompile.integrations.transformers import gives_cache
+from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile.notes import Note
 from tunecompile.runtime.unpad.decision import UnpadDecision
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
@@ -111,17 +110,3 @@ def hidden_of(output: Any) -> Tensor | None:
     """The last hidden states of a model's output."""
     found = getattr(output, "last_hidden_state", output[0] if isinstance(output, (tuple, list)) and output else output)
     return found if isinstance(found, Tensor) else None
-
-
-def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:
-    """Whether this forward computes log-probabilities that are compared with those of training steps (a reference model
-    in DPO, the old policy in GRPO): the same code has to compute them, or its rounding becomes part of the loss.
-    Generation is recognised by its cache.
-    """
-    if not owner.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or others_trace():
-        return False
-    if not takes_cache:
-        return True
-    asked = kwargs.get("use_cache")
-    caches = getattr(getattr(owner, "config", None), "use_cache", True) if asked is None else asked
-    return not caches and not gives_cache(kwargs) and len(args) < 3

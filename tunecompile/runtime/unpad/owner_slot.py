@@ -1,33 +1,40 @@
-"""The slot of a module that owns layers: its calls in a training step decide on padding."""
+"""The slot of a module that owns layers: decides how its calls run, and has them run so."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from tunecompile._torch.autograd import in_backward, others_trace
+from tunecompile._torch.autograd import in_backward
+from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original
 from tunecompile.integrations.transformers import is_cache
+from tunecompile.runtime.evaluation import Evaluation
+from tunecompile.runtime.step.facts import read_facts
+from tunecompile.runtime.step.mode import Mode, mode_of_step
 from tunecompile.runtime.unpad.unpad import Unpadding
 
 
 class OwnerSlot:
     """The slot of the owner, which calls of it run."""
 
-    def __init__(self, padding: Unpadding, evaluation: Unpadding):
+    def __init__(self, padding: Unpadding, evaluation: Evaluation):
         self.padding, self.evaluation = padding, evaluation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner, step = self.padding.owner, self.padding.step
-        if others_trace() or in_backward():  # a checkpoint repeats the owner's call
+        if is_compiling():  # by others
             return call_original(owner, *args, **kwargs)
-        step.evaluates = False
-        if not owner.training:
-            return (
-                call_original(owner, *args, **kwargs) if torch.is_grad_enabled() else self.evaluation.call(args, kwargs)
-            )
-        if not torch.is_grad_enabled():
+        facts = read_facts(
+            *(owner, self.padding.takes_cache, args, kwargs, step.elsewhere),
+            evaluates=lambda: self.evaluation.runs(args, kwargs),
+        )
+        mode = step.mode = mode_of_step(facts)
+        if mode is Mode.EAGER or in_backward():  # a checkpoint repeats the owner's call
+            self.padding.flat &= mode is not Mode.EAGER
+            return call_original(owner, *args, **kwargs)
+        if mode is Mode.EVALUATE:
+            return self.evaluation.call(args, kwargs)
+        if mode is Mode.SCORE:
             return self.padding.score(args, kwargs)
         recovery = step.recovery
         if recovery is None:

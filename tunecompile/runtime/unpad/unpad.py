@@ -24,8 +24,8 @@ from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import loss_caller
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.notes import Note, note
-from tunecompile.runtime.of_thread import of_thread
-from tunecompile.runtime.step import Step
+from tunecompile.runtime.step.of_thread import of_thread
+from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
 from tunecompile.runtime.unpad.documents import windows_of
@@ -34,7 +34,7 @@ from tunecompile.runtime.unpad.handed_on import is_seen
 from tunecompile.runtime.unpad.masks.given import bounds_in, is_given, mask_in, padding_in
 from tunecompile.runtime.unpad.masks.pairs import identity, version
 from tunecompile.runtime.unpad.masks.recorder import compiled_parts, recorder_for
-from tunecompile.runtime.unpad.owner_call import MaskDecision, OwnerCall, PastCall, hidden_of, scores
+from tunecompile.runtime.unpad.owner_call import MaskDecision, OwnerCall, PastCall, hidden_of
 from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
 from tunecompile.runtime.unpad.rounding import Replays, Rounding
 
@@ -91,8 +91,7 @@ class Unpadding:
         as training: a different rounding would look like a change of the policy.
         """
         call = OwnerCall(self._by_name(args, kwargs), keeps_padding=self._why_scores_stay_padded())
-        known = self.step.scores_tokens or self.flattened + self.packed + self.whole
-        if self.step.elsewhere or not scores(self.owner, self._takes_cache, args, kwargs) or not known:
+        if not (self.step.scores_tokens or self.flattened + self.packed + self.whole):
             self.flat = False
             return call_original(self.owner, *args, **kwargs)
         return self._run(call, args, kwargs)
@@ -106,7 +105,8 @@ class Unpadding:
         return note("no-labels")
 
     @property
-    def _takes_cache(self) -> bool:
+    def takes_cache(self) -> bool:
+        """Whether the owner's forward knows `use_cache`."""
         return any(parameter.name == "use_cache" for parameter in self.parameters)
 
     def _run(self, call: OwnerCall, args: tuple, kwargs: dict) -> Any:

@@ -1,4 +1,4 @@
-"""The decision that a model's entry takes for all its layers: is this a training step?"""
+"""The running step, as the call of the module that owns the layers began it, and what is known of steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tunecompile.notes import note
 from tunecompile.runtime.memory.accounting import PlannedLayer
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.oom_recovery import Recovery
-from tunecompile.runtime.of_thread import of_thread
+from tunecompile.runtime.step.mode import Mode
+from tunecompile.runtime.step.of_thread import of_thread
 
 log = logging.getLogger("tunecompile")
 T = TypeVar("T")
@@ -52,14 +53,11 @@ class NotCopied:
 
 @dataclass
 class Step:
-    """Whether the running step is a training step. Decided once, at the model's entry, and read by every region: a
-    layer that decided by itself would run a re-entrant checkpoint's first forward and its recomputation in different
-    ways.
+    """How the running step runs. Decided once, at the owner's entry, and read by every layer: one that decided by
+    itself would run a re-entrant checkpoint's first forward and its recomputation in different ways.
     """
 
-    active: bool = of_thread(False)
-    scoring: bool = of_thread(False)  #: whether it is a forward without gradients that runs compiled: of a reference
-    evaluates: bool = of_thread(False)  #: whether that is an evaluation: a forward in eval mode, for a loss
+    mode: Mode = of_thread(Mode.EAGER)  # noqa: RUF009
     trained: bool = False  #: whether a training step has begun
     early: bool = False  #: whether an evaluation came before
     unverified: bool = False  #: whether the first training step is going to be verified
@@ -89,6 +87,21 @@ class Step:
     replaced: str | None = None
     foreign: str | None = None  #: the same, of the functions alone
     state: Callable[[], Any] = lambda: None  #: what `optimize` attached, while it exists
+
+    @property
+    def active(self) -> bool:
+        """Whether it is a training step."""
+        return self.mode is Mode.TRAIN
+
+    @property
+    def scoring(self) -> bool:
+        """Whether it is a forward without gradients that runs compiled: of a reference, or of an evaluation."""
+        return self.mode.without_gradients
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it is an evaluation: a forward in eval mode, for a loss."""
+        return self.mode is Mode.EVALUATE
 
     @property
     def budget(self) -> RuntimePlanner | None:
@@ -122,16 +135,15 @@ class Step:
         """Whether another thread than this one trains."""
         return not torch.compiler.is_dynamo_compiling() and self.thread not in (None, get_ident())
 
-    def enter(self, module: nn.Module) -> None:
-        """A call of the module that owns the layers begins."""
+    def enter(self, module: nn.Module, mode: Mode) -> None:
+        """A call of the module that owns the layers begins, which runs so."""
         self.entered = True
         if is_compiling():  # by others: what was read there, such as a count, Dynamo would guard on
-            self.active, self.outer = False, True
+            self.mode, self.outer = Mode.EAGER, True
             return
         self._look_at_functions()
-        self.in_backward = in_backward()
+        self.mode, self.in_backward = mode, in_backward()
         self.batches += 1
-        self.active = module.training and torch.is_grad_enabled() and not others_trace()
         if self.active and not self.in_backward:
             self.thread = get_ident()
         if others_trace():
