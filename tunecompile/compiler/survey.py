@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NoReturn
 
 import torch.nn.functional as F
 from torch.fx import GraphModule
@@ -30,11 +30,8 @@ from tunecompile.planner.step_plan import RegionCandidates
 log = logging.getLogger("tunecompile")
 
 
-class Surveyed(BaseException):
-    """Ends a trace once the joint graph has been seen.
-
-    It is no `Exception`: Dynamo would take it for a failure, and run the layer where the user set `suppress_errors`.
-    """
+class Surveyed(Exception):
+    """Ends a trace once the joint graph has been seen, or is known not to come. Inductor may wrap it."""
 
 
 @dataclass
@@ -124,6 +121,7 @@ class SurveyBackend:
     ):
         self.region, self.passes, self.executor = region, tuple(passes), executor
         self.precision, self.moves, self.look, self.finish = precision, moves, look, finish
+        self.ended = False  #: whether the trace that runs came to its end
         self.attends = False  #: whether the layer calls `scaled_dot_product_attention`
         self.seen = False  #: whether there was a joint graph
         self.contexts: list[Context] = []
@@ -145,8 +143,12 @@ class SurveyBackend:
 
     def _attempt(self, gm: GraphModule, inputs: list) -> bool:
         """Trace the joint graph. A graph without a backward has none."""
-        with contextlib.suppress(Surveyed):
+        self.ended = False
+        try:
             self._trace(gm, inputs)
+        except Exception:
+            if not self.ended:
+                raise
         return True
 
     def _trace(self, gm: GraphModule, inputs: list) -> None:
@@ -155,12 +157,20 @@ class SurveyBackend:
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context, self._see)
         with choosing_attention(gm, inputs, context), analyses_answered_by(ACCESSES.answer):
-            compiler(work, inputs, lower, partition, keep=_stop, cached=False)
+            compiler(work, inputs, lower, partition, keep=self._stop, cached=False)
 
     def _see(self, joint: JointGraph) -> None:
         look, self.look, self.seen = self.look, None, True
         if look is not None:
             look(joint)
+        self._end()
+
+    def _stop(self, gm: GraphModule, inputs: list, kind: str) -> NoReturn:
+        """In the place of code generation: a graph that comes here was not cut, since it has no backward."""
+        self._end()
+
+    def _end(self) -> NoReturn:
+        self.ended = True
         raise Surveyed
 
 
@@ -172,8 +182,3 @@ def recognized(gm: GraphModule, passes: Sequence[Pass], context: Context) -> Gra
     work.graph.lint()
     work.recompile()
     return work
-
-
-def _stop(gm: GraphModule, inputs: list, kind: str) -> None:
-    """In the place of code generation: a graph that comes here was not cut, since it has no backward."""
-    raise Surveyed

@@ -27,7 +27,6 @@ from tunecompile._torch.fake_tensors import FakeTensorMode
 from tunecompile._torch.modules import fill
 from tunecompile.compiler.backend import CompiledAs
 from tunecompile.compiler.survey import SurveyBackend
-from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.errors import CannotEstimate, summary
 from tunecompile.estimate.dry_run_planner import DryRunPlanner, StaticMemory
 from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears
@@ -44,6 +43,7 @@ from tunecompile.runtime.memory.offload import Offload
 from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.parts.kernel_functions import KernelFunctions
+from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.decision import refused_now
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
@@ -95,9 +95,9 @@ class TraceOnlySlot:
             if (row := RowCall.of(flat, mask, args, kwargs, keep=False)) is not None:
                 try:
                     output = self._survey(row.args, row.kwargs, flat=True)
-                    row.hand_on(None, None)
+                    row.hand_on(None, None)  # without a graph, nothing is refused
                     return flat.leave(output, keep=False)
-                except NotTokenWise:
+                except RowsRefused:
                     pass  # the layer runs on the batch as it comes
         if (mask := mask_in(args, kwargs)) is not None:
             self.planner.masks[identity(mask)] = mask.numel() * mask.element_size()

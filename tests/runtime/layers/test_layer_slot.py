@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from tests.support.notes import has
-from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
 from tunecompile.runtime.layers import compiled_layer, layer_slot
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.parts.layers import Layers
+from tunecompile.runtime.step.rows_refused import RowsRefused
 
 WHY = note("loop-over-list", detail="a loop")
 
@@ -52,7 +52,7 @@ def test_a_loop_does_not_read_zeros_at_padding(monkeypatch):
     """Layers before it left out what stands there: the batch begins anew, with its padding. A checkpoint repeats what
     ran, where nothing was left out."""
     slot, asked = looping(padding=owner(True))
-    with pytest.raises(NotTokenWise) as caught:
+    with pytest.raises(RowsRefused) as caught:
         LayerSlot._loops(slot, (), {})
     assert has([caught.value.reason], "runs-eagerly") and not slot.region.refused
     monkeypatch.setattr(layer_slot, "in_backward", lambda: True)

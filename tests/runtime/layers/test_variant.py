@@ -10,11 +10,11 @@ from torch import fx
 
 from tests.support.notes import has
 from tunecompile.compiler.backend import WEIGHTS_UNREAD
-from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import note
 from tunecompile.runtime.compile_limits import CompileEffort, History
 from tunecompile.runtime.layers import variant
 from tunecompile.runtime.layers.met_graph import also_watching
+from tunecompile.runtime.step.rows_refused import RowsRefused
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_graph_that_is_refused_runs_as_it_was_traced(compile_once):
     """But not on rows of documents: the batch begins anew, with its padding."""
     made, course, unread = compile_once(["plan"], refused=True)
     assert course is None and unread == [] and made.contexts == [] and made.graphs == 1
-    with pytest.raises(NotTokenWise) as caught:
+    with pytest.raises(RowsRefused) as caught:
         compile_once(["plan"], refused=True, flat=True)
     assert has([caught.value.reason], "runs-eagerly")
 
@@ -129,9 +129,9 @@ def test_rows_of_documents_are_compiled_whole_and_by_tokens(compile_once, monkey
     monkeypatch.setattr(variant, "specialize_floats", lambda gm: asked.append("floats"))
     compile_once(["plan"], flat=True, unread=True)
     assert asked == ["floats", True]
-    with pytest.raises(NotTokenWise) as caught:
+    with pytest.raises(RowsRefused) as caught:
         compile_once(["plan"], flat=True)
     assert has([caught.value.reason], "mixes-tokens") and told == []
-    with pytest.raises(NotTokenWise) as caught:
+    with pytest.raises(RowsRefused) as caught:
         compile_once(["plan"], flat=True, broken=("a print", True))
     assert has([caught.value.reason], "has-graph-breaks")

@@ -312,7 +312,7 @@ def test_a_mask_of_rows_is_read_by_layers_that_know_documents(monkeypatch):
     pairs = torch.ones(2, 1, 6, 6, dtype=torch.bool)
     assert made.batch_of(knows, (hidden, pairs), {"attention_mask": rows}) == (flat, pairs)
     made.running.drops = True
-    with pytest.raises(module.NotTokenWise):
+    with pytest.raises(module.RowsRefused):
         made.batch_of(other, (hidden,), {})
     made.running.by_rows = flat
     assert made.batch_of(knows, (hidden,), {}) == (flat, None)

@@ -14,7 +14,7 @@ from tests.support.matrix.families import EMBEDDED
 from tests.support.models.pairs import checkpoint, pair
 from tests.support.notes import has
 from tests.support.reports import flattened, told_apart
-from tunecompile.compiler.token_wise.graph import NotTokenWise
+from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.documents import read_padding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
@@ -106,7 +106,7 @@ def test_entries_that_may_be_anything():
         row.hand_on(hands_on(0), None)
         assert mapping["a"].shape == ((2, 2) if shape == (2, 2) else (ROWS, LENGTH, *shape[2:]))
     given.kwargs["shared"]["a"] = torch.randn(1, 16, 16, 2)
-    with pytest.raises(NotTokenWise) as raised:
+    with pytest.raises(RowsRefused) as raised:
         given.hand_on(hands_on(1), None)
     assert raised.value.reason.code == "output-holds-more"
 
@@ -143,10 +143,8 @@ def test_what_a_graph_returns_has_to_be_found(found):
     """A layer that kept keys in an attribute would leave a row there."""
     row = call_of(flat_of(*LENGTHS), {})
     row.kwargs["shared"] |= {"a": torch.randn(1, HEADS, 16, 2)} if found else {}
-    with pytest.raises(NotTokenWise):
-        row.hand_on(hands_on(found + 1), None)
-    row.hand_on(hands_on(found), None)
-    row.hand_on(None, None)
+    assert row.hand_on(hands_on(found + 1), None).code == "output-holds-more"
+    assert row.hand_on(hands_on(found), None) is row.hand_on(None, None) is None
 
 
 def sharing(**changes):

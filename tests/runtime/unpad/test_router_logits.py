@@ -12,9 +12,9 @@ from tests.support import zoo
 from tests.support.notes import EAGER, find, has
 from tests.support.reports import flattened
 from tests.support.tokenizers import byte_level
-from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import loss_caller
 from tunecompile.notes import note
+from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.handed_on import RowCall
 
 transformers = pytest.importorskip("transformers")
@@ -180,7 +180,7 @@ def test_logits_of_a_row_that_is_refused_are_taken_back(monkeypatch):
     """Whole rows of attention that is written out run as documents; these run again as they come, and count once."""
 
     def refuse(*_):
-        raise NotTokenWise(note("output-holds-more"))
+        raise RowsRefused(note("output-holds-more"))
 
     from transformers.models.gpt_oss import modeling_gpt_oss as home
 

@@ -14,7 +14,6 @@ from tests.support.models import hybrids
 from tests.support.models.pairs import pair
 from tests.support.notes import fell_back, has
 from tests.support.rounding import Shapes, kernels_have_windows, whole
-from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.runtime.layers.met_graph import MetGraph
 from tunecompile.runtime.unpad import rounding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
@@ -140,13 +139,11 @@ def test_graphs_that_no_padded_batch_ran_by():
     made, layer = rounding.Rounding(None, tuple, None, None), nn.Linear(1, 1)
     graph, changed = MetGraph((("attention",),), True), MetGraph((("other attention",),), True)
     flat = replace(FlatBatch.of_whole_rows(2, 6, 0, CPU), joins=True)
-    with pytest.raises(NotTokenWise):
-        made.ran(layer, flat, (), {}, graph)
+    assert made.ran(layer, flat, (), {}, graph).code == "own-mask"
     made.ran(layer, replace(flat, joins=False, real=5), (), {}, graph)  # with padding
-    made.ran(layer, flat, (), {}, graph)
-    made.ran(layer, flat, (), {}, MetGraph(graph.operations, True))  # under another plan
-    with pytest.raises(NotTokenWise):
-        made.ran(layer, flat, (), {}, changed)
+    assert made.ran(layer, flat, (), {}, graph) is None
+    assert made.ran(layer, flat, (), {}, MetGraph(graph.operations, True)) is None, "under another plan"
+    assert made.ran(layer, flat, (), {}, changed).code == "own-mask"
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ table of those that are known to leave tokens apart. What is not in the table ma
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -39,18 +39,16 @@ LENGTHS = (384, 1152, 8320, 40064, 1000064)  #: numbers of tokens that lead to t
 _ROUTING = ("transformers/integrations/moe.py",)
 
 
-class NotTokenWise(BaseException):
-    """A layer cannot run on documents.
-
-    It is no `Exception`: Dynamo would take it for a failure of the compiler.
-
-    Args:
-        reason: why.
-    """
+class _MayMix(Exception):
+    """Ends the reading of a graph: `reason` says why it may mix tokens."""
 
     def __init__(self, reason: Note):
         super().__init__(reason)
         self.reason = reason
+
+
+def _end(code: str, detail: str = "") -> NoReturn:
+    raise _MayMix(note(code, detail=detail) if detail else note(code))
 
 
 def not_by_documents(call: AttentionArguments) -> Note | None:
@@ -91,7 +89,7 @@ def why_not_token_wise(gm: GraphModule, unread: bool = False, collected: int = 0
             inputs = _inputs(gm, tokens)
             with _LeavesTokensApart() as mode:
                 _Reader(gm, mode, unread, collected).run(*inputs)
-    except NotTokenWise as found:
+    except _MayMix as found:
         return found.reason
     except Exception as error:  # an operation that fake tensors refuse, say
         return note("graph-not-understood", detail=f"{type(error).__name__}: {str(error).splitlines()[0][:120]}")
@@ -138,28 +136,27 @@ class _Reader(Interpreter):
         self.mode.node = n
         if n in self.skipped or (mask := document_mask_of(n)) is not None:
             if self.of_images and n not in self.skipped and not _is_given(mask.args[0], IMAGE_OFFSETS):
-                raise NotTokenWise(note("own-mask"))  # of other bounds, which end before what fills up the row
+                _end("own-mask")  # of other bounds, which end before what fills up the row
             return None  # read by attention alone, see below
         if n.op == "output":
             self._look_at_outputs(n)
         elif _is_number_of_size(n) and not _is_routing(n):
-            raise NotTokenWise(note("mixes-tokens", detail=f"the length is a number in it{where_from(n)}"))
+            _end("mixes-tokens", f"the length is a number in it{where_from(n)}")
         if n in self.attention:
             return self._attention(n)
         if n.target in _BY_DOCUMENTS and not _has_offsets(n):
-            raise NotTokenWise(note("mixes-tokens", detail=f"{name_of(n.target)}{where_from(n)}"))
+            _end("mixes-tokens", f"{name_of(n.target)}{where_from(n)}")
         if any(document_mask_of(each) is not None for each in n.all_input_nodes):
-            detail = f"{name_of(n.target)}, which reads the mask{where_from(n)}"
-            raise NotTokenWise(note("mixes-tokens", detail=detail))
+            _end("mixes-tokens", f"{name_of(n.target)}, which reads the mask{where_from(n)}")
         return super().run_node(n)
 
     def _attention(self, node: Node) -> Tensor:
         arguments = self.attention[node].arguments
         call = arguments.map(lambda given: self.env[given] if isinstance(given, Node) else given)
         if (reason := not_by_documents(call)) is not None:
-            raise NotTokenWise(reason)
+            raise _MayMix(reason)
         if any(tokens_of(x) != [2] for x in (call.query, call.key, call.value)):
-            raise NotTokenWise(note("own-mask"))
+            _end("own-mask")
         kind = call.query.device.type
         casts = torch.is_autocast_enabled(kind) and call.query.dtype != torch.float64
         like = call.query[..., :1].expand(*call.query.shape[:-1], call.value.shape[-1])
@@ -176,7 +173,7 @@ class _Reader(Interpreter):
             rows += bool(tokens) and not heads
             is_row = (tokens == [1] and made.shape[0] == 1) or (tokens == [0] and (self.of_images or self.collected))
             if rows > 1 + self.collected or (tokens and not heads and not is_row):
-                raise NotTokenWise(note("output-holds-more"))
+                _end("output-holds-more")
 
 
 def hands_on(gm: GraphModule) -> int:
@@ -221,7 +218,7 @@ def is_told_of_images(gm: GraphModule) -> bool:
 
 
 class _LeavesTokensApart(TorchDispatchMode):
-    """Raises `NotTokenWise` at the first operation that is not known to leave tokens apart."""
+    """Ends the reading at the first operation that is not known to leave tokens apart."""
 
     node: Node  #: that is run; `_Reader` sets it
 
@@ -238,7 +235,7 @@ class _LeavesTokensApart(TorchDispatchMode):
                 func, args, kwargs or {}, given, outputs
             )
         if not apart:
-            raise NotTokenWise(note("mixes-tokens", detail=f"{func.__name__.partition('.')[0]}{where_from(self.node)}"))
+            _end("mixes-tokens", f"{func.__name__.partition('.')[0]}{where_from(self.node)}")
         mark_rows(func, given, outputs)
         return made
 
@@ -271,7 +268,7 @@ def _number_of_tokens(gm: GraphModule) -> Any:
     """The symbol N of the row [1, N, ...] that a graph was made for, or of a tower's [N, H].
 
     Raises:
-        NotTokenWise: there is none.
+        _MayMix: there is none.
     """
     values = [v for v in map(value, gm.graph.find_nodes(op="placeholder")) if isinstance(v, Tensor)]
     tokens = next((v.shape[1] for v in values if v.dim() > 2 and v.shape[0] == 1), None)
@@ -279,5 +276,5 @@ def _number_of_tokens(gm: GraphModule) -> Any:
         rows = (v.shape[0] for v in values if v.dim() == 2 and v.is_floating_point() and v.shape[1] != 0)
         tokens = next((size for size in rows if not isinstance(size, int)), None)
     if tokens is None or isinstance(tokens, int):
-        raise NotTokenWise(note("graph-not-understood", detail="the number of tokens is a constant of it"))
+        _end("graph-not-understood", "the number of tokens is a constant of it")
     return tokens

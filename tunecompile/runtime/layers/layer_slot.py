@@ -12,7 +12,6 @@ from torch import nn
 from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original
-from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import context_parallel, output_capturing
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
@@ -24,6 +23,7 @@ from tunecompile.runtime.layers.met_graph import last_met
 from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.layers.unread_weights import unread
 from tunecompile.runtime.step.mode import Mode, mode_again, mode_of_layer
+from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
@@ -92,7 +92,7 @@ class LayerSlot(CompiledLayer):
             return self._padded(note("argument-given", "one without tokens"), flat, mode, args, kwargs)
         try:
             output = self._run_on(row, mode, args, kwargs)
-        except NotTokenWise as refused:
+        except RowsRefused as refused:
             output_capturing.take_back(self.collected)
             self._forget_variant(flat)
             return self._padded(refused.reason, flat, mode, args, kwargs)
@@ -103,25 +103,26 @@ class LayerSlot(CompiledLayer):
         return flat.leave(output, keep) if late is None else late
 
     def _run_on(self, row: RowCall, mode: Mode, args: tuple, kwargs: dict) -> Any:
-        """The layer's output for a row; `NotTokenWise` where it cannot run on one. args, kwargs: for the batch."""
+        """The layer's output for a row; `RowsRefused` where it cannot run on one. args, kwargs: for the batch."""
         self.flat = row.flat
         try:
             output = self._run_as(mode, row.args, row.kwargs)
         finally:
             self.flat = None
         self.padding.layer_ran()
-        self.padding.rounding.ran(self.layer, row.flat, args, kwargs, last_met())
-        row.hand_on(last_met(), self.padding.running)
+        why = self.padding.rounding.ran(self.layer, row.flat, args, kwargs, last_met())
+        if (why := why or row.hand_on(last_met(), self.padding.running)) is not None:
+            raise RowsRefused(why)
         return output
 
     def _padded(self, reason: Note, flat: FlatBatch, mode: Mode, args: tuple, kwargs: dict) -> Any:
         """The call as it comes, where the layer cannot run on a row of documents.
 
         Raises:
-            NotTokenWise: layers before it have left out what stands at padding, so that all have to begin anew.
+            RowsRefused: layers before it have left out what stands at padding, so that all have to begin anew.
         """
         if flat.drops:
-            raise NotTokenWise(reason)
+            raise RowsRefused(reason)
         if flat.rounds:
             self.padding.rounding.refuse(reason)
         else:
@@ -217,11 +218,11 @@ class LayerSlot(CompiledLayer):
         """A call is going to run by the layer's own code.
 
         Raises:
-            NotTokenWise: layers before it have left out what stands at padding, which it would read.
+            RowsRefused: layers before it have left out what stands at padding, which it would read.
         """
         running = None if self.padding is None else self.padding.running
         if running is not None and running.drops and not in_backward():
-            raise NotTokenWise(note("runs-eagerly"))
+            running.restart(note("runs-eagerly"))
         self.region.refused[why] += 1
 
     def _trained(self, args: tuple, kwargs: dict) -> Any:

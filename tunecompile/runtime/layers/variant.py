@@ -28,7 +28,7 @@ from tunecompile._torch.modules import call_original, slot_of
 from tunecompile._torch.stored_tensors import stores_tensors
 from tunecompile.compiler.backend import WEIGHTS_UNREAD, Backend, CompiledAs, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
-from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, NotTokenWise, is_told_of_images, why_not_token_wise
+from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, is_told_of_images, why_not_token_wise
 from tunecompile.errors import summary
 from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUMENTS
 from tunecompile.notes import Note, note
@@ -36,6 +36,7 @@ from tunecompile.runtime.compile_limits import CompileEffort, History, uncollect
 from tunecompile.runtime.layers.met_graph import MetGraph, also_watching, meet
 from tunecompile.runtime.layers.replaced_weights import given_views_of_replaced
 from tunecompile.runtime.layers.unused_results import without_gradients_of_unused
+from tunecompile.runtime.step.rows_refused import RowsRefused, refusing
 from tunecompile.runtime.unpad.flat_batch import (
     BOUNDS_BESIDE,
     IMAGE_BOUNDS,
@@ -56,7 +57,7 @@ def layer_call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         not torch.compiler.is_dynamo_compiling()
     ):  # a constant where Dynamo traces, so this runs only behind Dynamo's limit
         if OFFSETS in kwargs or is_filled_up(told):
-            raise NotTokenWise(note("runs-eagerly"))
+            raise RowsRefused(note("runs-eagerly"))
         meet(None)
         slot_of(layer).note_eager()
     offsets = kwargs.get(OFFSETS)
@@ -155,7 +156,7 @@ class Variant:
             except TorchRuntimeError as error:
                 refused = str(error).partition(": got ")[2].partition("\n")[0][:200] or summary(error)
         if self.flat or is_filled_up(kwargs):
-            raise NotTokenWise(note("runs-eagerly"))
+            raise RowsRefused(note("runs-eagerly"))
         meet(None)
         output = call_original(
             layer, *args, **without_bounds(kwargs)
@@ -180,7 +181,7 @@ class Variant:
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
         self._traced()
         if self.flat and stores_tensors(self.own):  # rows, where the model would look for batches
-            raise NotTokenWise(note("output-holds-more"))
+            return refusing(note("output-holds-more"))
         self.graphs += 1
         why = recompile_reason()
         guard = why.strip().splitlines()[0].partition(": ")[2][:200] if why is not None else ""
@@ -188,7 +189,7 @@ class Variant:
         refused = self.effort.refuse(gm, history, self.batch, guard, len(self.histories))
         if refused is not None:
             if self.flat:
-                raise NotTokenWise(note("runs-eagerly"))
+                return refusing(note("runs-eagerly"))
             return _told(gm, refused, note("runs-eagerly"))
         reason = getattr(gm, "compile_subgraph_reason", None)
         if getattr(reason, "graph_break", False):
@@ -201,7 +202,7 @@ class Variant:
         if self.flat or is_told_of_images(gm):
             mixes = note("has-graph-breaks") if self.breaks else why_not_token_wise(gm, self.unread, self.collects)
         if self.flat and mixes is not None:
-            raise NotTokenWise(mixes)
+            return refusing(mixes)
         gm.meta[WEIGHTS_UNREAD] = self.unread and not self.breaks  # which the next piece may read
         with _saving_here():
             before = len(self.backend.contexts)

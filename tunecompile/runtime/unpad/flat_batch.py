@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile._torch.cuda import where_set
-from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, OFFSETS, NotTokenWise
+from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, OFFSETS
 from tunecompile.notes import note
 from tunecompile.ops import document_mask
 from tunecompile.runtime.layers.between import Between
+from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, Documents
 from tunecompile.runtime.unpad.masks.given import hidden_in
 
@@ -219,12 +220,12 @@ class FlatBatch:
         """For the batch, what a module inside a layer makes of each token: [1, N, ...], or [N, ...] as [B * T, ...].
 
         Raises:
-            NotTokenWise: it has no dimension of tokens.
+            RowsRefused: it has no dimension of tokens.
         """
         if self.is_row(value):
             return self.unflatten(value)
         if not self.is_inside(value):
-            raise NotTokenWise(note("output-holds-more"))
+            raise RowsRefused(note("output-holds-more"))
         return self.unflatten(value.unsqueeze(0)).flatten(0, 1)
 
     def _ones(self, dtype: torch.dtype) -> Tensor:

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tunecompile.compiler.token_wise.graph import NotTokenWise
-from tunecompile.notes import note
+from tunecompile.notes import Note, note
+from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.flat_batch import FlatBatch, HasNoTokens
 
 #: what layers wrote -> the dimension that counts tokens. (By sizes alone, [B, H, T, D] may be taken for [3, B, T, D].)
@@ -49,7 +49,7 @@ class HandedOn:
             How many tensors [1, H, N, D] it wrote.
 
         Raises:
-            NotTokenWise: sizes do not tell which dimension counts tokens.
+            RowsRefused: sizes do not tell which dimension counts tokens.
         """
         wrote = 0
         for key in [key for key in self.before if key not in self.given]:
@@ -106,22 +106,26 @@ class RowCall:
             return None
         return RowCall(flat, *found, handed, keep)
 
-    def hand_on(self, graph: Graph | None, receiver: Receiver | None) -> None:
+    def hand_on(self, graph: Graph | None, receiver: Receiver | None) -> Note | None:
         """Put what the layer wrote into mappings into its caller's.
 
         Args:
             graph: that ran; None where it is not known.
             receiver: takes the mappings that were written to.
 
+        Returns:
+            Why what it returned cannot be used: its graph returns more than was found there.
+
         Raises:
-            NotTokenWise: its graph returns more than was found there.
+            RowsRefused: as `HandedOn.leave`.
         """
         changed = [each for each in self.handed if each.changed]
         wrote = sum([each.leave(self.flat, self.keep) for each in changed])
         if graph is not None and graph.hands_on != wrote:
-            raise NotTokenWise(note("output-holds-more"))
+            return note("output-holds-more")
         if receiver is not None:
             receiver.mappings |= {id(each.known): each.known for each in changed}
+        return None
 
 
 def mappings_in(args: tuple, kwargs: dict) -> Iterator[int]:
@@ -189,7 +193,7 @@ def _left(value: Any, flat: FlatBatch, keep: bool, found: list[int]) -> Any:
     if not dims:
         return value
     if len(dims) > 1:
-        raise NotTokenWise(note("output-holds-more"))
+        raise RowsRefused(note("output-holds-more"))
     found += dims
     made = flat.batch_along(value, dims[0], keep)
     _tokens[made] = dims[0]

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.modules import slot_of
-from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.documents import BOTH_WAYS
 from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch, multiple_on, rounded_to
@@ -208,16 +207,16 @@ class Rounding:
         if len(known.calls) < KINDS:
             known.calls[kind] = graph
 
-    def ran(self, layer: nn.Module, flat: FlatBatch, args: tuple, kwargs: dict, graph: Graph | None) -> None:
+    def ran(self, layer: nn.Module, flat: FlatBatch, args: tuple, kwargs: dict, graph: Graph | None) -> Note | None:
         """Learn from a layer's call on a row of documents.
 
-        Raises:
-            NotTokenWise: other attention became that of documents than was causal without a mask, or a tower's graph
-                may read what fills up its row.
+        Returns:
+            Why what it returned cannot be used: other attention became that of documents than was causal without a
+            mask, or a tower's graph may read what fills up its row.
         """
         self._learn(len(flat.index))
         if flat.bounds is not None and (why := _why_not_filled_up(graph)) is not None:
-            raise NotTokenWise(why)
+            return why
         if flat.whole and not flat.rounds:
             self.masked.add(layer)
         if flat.drops and graph is not None:
@@ -225,15 +224,16 @@ class Rounding:
             if layer not in self.told or self.told[layer][0] is not graph:
                 self.told[layer] = graph, Told.of(layer, flat, args, kwargs)
         if flat.joins and not self._is_of_padded(graph):
-            raise NotTokenWise(note("own-mask"))
+            return note("own-mask")
         if not flat.rounds or flat.bounds is not None or graph is None:
-            return
+            return None
         whole = self._runs(layer, self._kind(layer, args, kwargs))
         if (whole, graph) in self.alike:
-            return
+            return None
         if whole is None or not _is_alike(whole, graph, flat.window == BOTH_WAYS):
-            raise NotTokenWise(note("own-mask"))
+            return note("own-mask")
         self.alike.add((whole, graph))
+        return None
 
     def ran_as(self, call: OwnerCall) -> None:
         """Learn from the owner's call in a training step, which is over."""

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.modules import call_original, slot_of
-from tunecompile.compiler.token_wise.graph import NotTokenWise
 from tunecompile.integrations import loss_caller
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.notes import Note, note
 from tunecompile.runtime.step.of_thread import of_thread
+from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
@@ -123,7 +123,7 @@ class Unpadding:
         try:
             with self._recording(call):
                 output = call_original(self.owner, *args, **kwargs)
-        except NotTokenWise as found:  # from the compiler, before anything of this layer ran
+        except RowsRefused as found:  # before anything of this layer ran
             self.refuse(found.reason, PACKED if call.packs and not call.drops else PADDED)
             return self._run(OwnerCall(call.given), args, kwargs)
         finally:
@@ -190,7 +190,7 @@ class Unpadding:
         None where the batch stays as it is.
 
         Raises:
-            NotTokenWise: layers before this one have left out what stands at padding, and it has no mask.
+            RowsRefused: layers before this one have left out what stands at padding, and it has no mask.
         """
         mask = mask_in(args, kwargs)
         rows = padding_in(args, kwargs) if mask is None and knows_documents(layer) else None
@@ -201,13 +201,13 @@ class Unpadding:
             return self.running.by_rows, None
         if mask is None:
             if self.running is not None and self.running.drops and not in_backward():  # it would read zeros at padding
-                raise NotTokenWise(note("no-mask-in-layers"))
+                self.running.restart(note("no-mask-in-layers"))
             flat = self.rounding.batch_of(self.running, layer, args, kwargs)
             return None if flat is None else (flat, None)
         decision = self._known(mask) if in_backward() else self._decided(layer, mask)
         rows = self.running.by_rows if self.running is not None and not in_backward() else None
         if decision.flat is None and rows is not None and rows.drops:
-            raise NotTokenWise(decision.reason or note("masks-not-understood"))  # it would read zeros at padding
+            self.running.restart(decision.reason or note("masks-not-understood"))
         return None if decision.flat is None else (decision.flat, mask)
 
     def row_of(self, hidden: Any) -> tuple[FlatBatch, Tensor] | None:
