@@ -14,7 +14,7 @@ from tests.support import zoo
 from tests.support.compare import assert_same_run
 from tests.support.models.pairs import pair
 from tests.support.notes import has
-from tunecompile.runtime.layers.module_watch import TURNS
+from tunecompile.runtime.watch.module_watch import TURNS
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -11,7 +11,7 @@ from tests.support.changes import attribute
 from tests.support.compare import assert_same_step
 from tests.support.models.pairs import of_plain_layers, pair
 from tests.support.notes import has
-from tunecompile.runtime.layers.module_watch import ClassWatch
+from tunecompile.runtime.watch.module_watch import ClassWatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -9,7 +9,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.models.pairs import pair
-from tunecompile.runtime.unpad import norm_slot
+from tunecompile.runtime.layers import norm_slot
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

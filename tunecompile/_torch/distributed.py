@@ -20,9 +20,12 @@ __all__ = [
     "local_part",
     "meeting_store",
     "several",
+    "sharded",
 ]
 
 _active_ddp = lookup("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module", lambda: None)
+#: attributes of FSDP's, DeepSpeed's and tensor-parallel parameters
+_SHARDED = ("device_mesh", "ds_id", "_fsdp_flattened")
 _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 
@@ -105,3 +108,8 @@ def several() -> bool:
         and torch.distributed.is_initialized()
         and torch.distributed.get_world_size() > 1
     )
+
+
+def sharded(parameter: torch.Tensor) -> bool:
+    """Whether several processes share a parameter."""
+    return any(hasattr(parameter, name) for name in _SHARDED)

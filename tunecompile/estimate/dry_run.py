@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
+from tunecompile._torch.distributed import sharded
 from tunecompile._torch.dynamo import static_shapes
 from tunecompile._torch.fake_tensors import FakeTensorMode
 from tunecompile._torch.modules import fill
@@ -40,7 +41,6 @@ from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.memory.offload import Offload
-from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.parts.kernel_functions import KernelFunctions
 from tunecompile.runtime.step.rows_refused import RowsRefused

@@ -17,14 +17,14 @@ from tunecompile.integrations.rank_store import RankStore
 from tunecompile.notes import Note
 from tunecompile.planner.device_memory import Spec
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
-from tunecompile.runtime.evaluation import Evaluation
 from tunecompile.runtime.layers.find_layers import LayerStack
 from tunecompile.runtime.layers.layer_slot import LayerSlot
+from tunecompile.runtime.layers.norm_slot import NormSlot
 from tunecompile.runtime.layers.region import Region, merge_tallies, pieces_of
 from tunecompile.runtime.loss_head import Head
 from tunecompile.runtime.memory.weight_cache import WeightCache
 from tunecompile.runtime.step.state import NotCopied, Step
-from tunecompile.runtime.unpad.norm_slot import NormSlot
+from tunecompile.runtime.unpad.evaluation import Evaluation
 from tunecompile.runtime.unpad.unpad import Unpadding
 
 ATTRIBUTE = "_tunecompile"  #: of a model: where its `State` is

@@ -20,14 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from tunecompile import passes as own_passes
-from tunecompile._torch.distributed import around_now, several
+from tunecompile._torch.distributed import around_now, several, sharded
 from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import CannotVerify
 from tunecompile.ir.op import HALF
 from tunecompile.notes import Note, note
 from tunecompile.runtime.attach import attach, restore
 from tunecompile.runtime.layers.find_layers import find_layers
-from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.model_state import ATTRIBUTE, Settings, State, is_optimized
 from tunecompile.verification.bisect import find, without
 from tunecompile.verification.reference_model import mode, twin_of

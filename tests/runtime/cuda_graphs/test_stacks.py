@@ -12,8 +12,8 @@ from tests.support.memory.cpu_recorder import CpuRecorder
 from tests.support.notes import has
 from tests.support.stacks import layers_of, of, once, recorded, same, warm
 from tunecompile.runtime.cuda_graphs import stacks
+from tunecompile.runtime.cuda_graphs.between import Between
 from tunecompile.runtime.cuda_graphs.chain import Call, Chain, Link
-from tunecompile.runtime.layers.between import Between
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import state_of
 

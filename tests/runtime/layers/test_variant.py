@@ -13,8 +13,8 @@ from tunecompile.compiler.backend import WEIGHTS_UNREAD
 from tunecompile.notes import note
 from tunecompile.runtime.compile_limits import CompileEffort, History
 from tunecompile.runtime.layers import variant
-from tunecompile.runtime.layers.met_graph import also_watching
 from tunecompile.runtime.step.rows_refused import RowsRefused
+from tunecompile.runtime.watch.traced_graph import also_watching
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from tunecompile.errors import LayerChanged, ModifiedInPlace
-from tunecompile.runtime.layers.module_watch import ModuleSnapshot
 from tunecompile.runtime.memory.recompute_call import NotExact, RecomputeCall, _flat
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
+from tunecompile.runtime.watch.module_watch import ModuleSnapshot
 
 
 class Counting(nn.Module):

@@ -8,10 +8,11 @@ from torch import nn
 
 from tests.support.memory.full_budgets import MEMORY, Budget, Repeated, failing, layer, recovery
 from tests.support.notes import has
+from tunecompile._torch.distributed import sharded
 from tunecompile.errors import NothingFits, RankLost, StepLost
 from tunecompile.notes import note
 from tunecompile.runtime.memory import oom_recovery, recompute_call
-from tunecompile.runtime.memory.oom_recovery import helps, sharded
+from tunecompile.runtime.memory.oom_recovery import helps
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 
 

@@ -12,10 +12,10 @@ from tests.support.decisions import Watch, whole_rows
 from tests.support.notes import codes
 from tunecompile._torch.fake_tensors import function_mode
 from tunecompile.integrations import loss_caller
+from tunecompile.runtime.layers import owner_slot
 from tunecompile.runtime.step.facts import scores
 from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad import decision as deciding
-from tunecompile.runtime.unpad import owner_slot
 from tunecompile.runtime.unpad import unpad as module
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, UnpadDecision, decide, narrows
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_padding, windows_of

@@ -11,10 +11,10 @@ from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.models.pairs import pair
 from tests.support.notes import has
+from tunecompile.runtime.layers import norm_slot
+from tunecompile.runtime.layers.norm_slot import NormSlot
 from tunecompile.runtime.step.mode import Mode
 from tunecompile.runtime.step.state import Step
-from tunecompile.runtime.unpad import norm_slot
-from tunecompile.runtime.unpad.norm_slot import NormSlot
 
 modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
 gptj = pytest.importorskip("transformers.models.gptj.modeling_gptj")

@@ -16,11 +16,11 @@ from tests.support.notes import fell_back, has
 from tests.support.rounding import SIZES, Shapes, waited_for, whole
 from tunecompile.notes import note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
-from tunecompile.runtime.layers.met_graph import MetGraph
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.rounding import PARTS, STAYS, Rounding, rounded_up
+from tunecompile.runtime.watch.traced_graph import TracedGraph
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -296,7 +296,7 @@ def test_calls_that_are_not_rounded():
 
 def graph_with(attention, recurrences=0, alone=True):
     attend = str(nn.functional.scaled_dot_product_attention)
-    return MetGraph((("mean", 1), (attend, "True")), False, causal=attention, recurrences=recurrences, alone=alone)
+    return TracedGraph((("mean", 1), (attend, "True")), False, causal=attention, recurrences=recurrences, alone=alone)
 
 
 @pytest.mark.parametrize("graph", [graph_with(None), graph_with(1, 1), graph_with(0, 1), graph_with(1, alone=False)])

@@ -7,9 +7,9 @@ import types
 import torch
 from torch import nn
 
-from tunecompile.runtime.layers.module_watch import ModuleSnapshot
 from tunecompile.runtime.memory.across_ranks import RankPlans
 from tunecompile.runtime.memory.oom_recovery import Recovery
+from tunecompile.runtime.watch.module_watch import ModuleSnapshot
 
 MEMORY = "CUDA out of memory. Tried to allocate 2.00 KiB. GPU {} has a total capacity of 1.00 MiB"
 PLAN = {"layers": 2, "recompute": [], "tiles": 1, "offload": False, "largest_stays": False}

@@ -15,11 +15,11 @@ from tunecompile._torch.modules import call_original
 from tunecompile.integrations import context_parallel, output_capturing
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
-from tunecompile.runtime.layers.between import Form, passed_on, stand_in
+from tunecompile.runtime.cuda_graphs.between import Form
+from tunecompile.runtime.layers.between import passed_on, stand_in
 from tunecompile.runtime.layers.compiled_layer import CompiledLayer
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, tensors_in
 from tunecompile.runtime.layers.force_grad import drop_graph
-from tunecompile.runtime.layers.met_graph import last_met
 from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.layers.unread_weights import unread
 from tunecompile.runtime.step.mode import Mode, mode_again, mode_of_layer
@@ -30,6 +30,7 @@ from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
 from tunecompile.runtime.unpad.masks.one_form import in_one_form
 from tunecompile.runtime.unpad.masks.pairs import real_masks
+from tunecompile.runtime.watch.traced_graph import last_graph
 
 
 class Entry(Protocol):
@@ -110,8 +111,8 @@ class LayerSlot(CompiledLayer):
         finally:
             self.flat = None
         self.padding.layer_ran()
-        why = self.padding.rounding.ran(self.layer, row.flat, args, kwargs, last_met())
-        if (why := why or row.hand_on(last_met(), self.padding.running)) is not None:
+        why = self.padding.rounding.ran(self.layer, row.flat, args, kwargs, last_graph())
+        if (why := why or row.hand_on(last_graph(), self.padding.running)) is not None:
             raise RowsRefused(why)
         return output
 
@@ -141,7 +142,7 @@ class LayerSlot(CompiledLayer):
         if before:
             note_written(before, DynamicShapes.of(list(tensors_in(args, kwargs))))
         if self.padding is not None:
-            self.padding.rounding.came(self.layer, args, kwargs, last_met())
+            self.padding.rounding.came(self.layer, args, kwargs, last_graph())
         late = stand_in(output, self.stacks, Form(), *given, passed)
         return output if late is None else late
 

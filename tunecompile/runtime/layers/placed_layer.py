@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from tunecompile._torch.distributed import sharded
 from tunecompile._torch.modules import global_hooks, is_of
 from tunecompile.integrations import output_capturing
 from tunecompile.integrations.accelerate import place
@@ -16,10 +17,9 @@ from tunecompile.integrations.kernel_functions import forks_in
 from tunecompile.integrations.layer_host import LayerHost
 from tunecompile.integrations.peft.reference import SwitchedOff
 from tunecompile.integrations.peft.trace import separate_names
-from tunecompile.runtime.layers.module_watch import ModuleSnapshot
 from tunecompile.runtime.layers.region import Region
-from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.unpad.image_bounds import ImageBounds
+from tunecompile.runtime.watch.module_watch import ModuleSnapshot
 
 #: packages whose hooks put a layer's weights in place, and keep nothing that they see
 _ENGINES = ("tunecompile.", "torch.distributed.", "accelerate.", "deepspeed.", "bitsandbytes.")

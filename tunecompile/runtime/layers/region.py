@@ -22,9 +22,9 @@ from tunecompile.planner.solver import KEEP, Plan
 from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes
-from tunecompile.runtime.layers.module_watch import ClassWatch
 from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.memory.weight_cache import WeightCache
+from tunecompile.runtime.watch.module_watch import ClassWatch
 
 T = TypeVar("T")
 SCORING, REFERENCE, EVALUATION = "without_gradient", "without_adapters", "evaluation"  #: in place of a plan

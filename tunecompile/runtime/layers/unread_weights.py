@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunecompile.runtime.layers.late_tensor import LateTensor
+from tunecompile.runtime.watch.late_tensor import LateTensor
 
 __all__ = ["UnreadWeights", "are_unread", "unread"]
 

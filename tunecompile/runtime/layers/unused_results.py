@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from tunecompile.ir.canonicalize import value
-from tunecompile.runtime.layers.module_watch import not_on_modules
+from tunecompile.runtime.watch.module_watch import not_on_modules
 
 __all__ = ["without_gradients_of_unused"]
 

@@ -33,7 +33,6 @@ from tunecompile.errors import summary
 from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUMENTS
 from tunecompile.notes import Note, note
 from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
-from tunecompile.runtime.layers.met_graph import MetGraph, also_watching, meet
 from tunecompile.runtime.layers.replaced_weights import given_views_of_replaced
 from tunecompile.runtime.layers.unused_results import without_gradients_of_unused
 from tunecompile.runtime.step.rows_refused import RowsRefused, refusing
@@ -46,6 +45,7 @@ from tunecompile.runtime.unpad.flat_batch import (
     with_document_mask,
 )
 from tunecompile.runtime.unpad.image_bounds import without_bounds
+from tunecompile.runtime.watch.traced_graph import TracedGraph, also_watching, meet
 
 
 def layer_call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ class Variant:
         ):
             return call_whole(self._compiled, layer, *args, **kwargs)
 
-    def _met(self, graph: MetGraph | None) -> None:
+    def _met(self, graph: TracedGraph | None) -> None:
         self.ran |= graph is not None
 
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
@@ -221,7 +221,7 @@ class Variant:
 
 def _told(gm: GraphModule, compiled: Callable, mixes: Note | None = None, alone: bool = True) -> Callable:
     """`compiled`, before whose calls `meet` is called."""
-    graph, compiled = MetGraph.of(gm, mixes, alone), without_gradients_of_unused(gm, compiled)
+    graph, compiled = TracedGraph.of(gm, mixes, alone), without_gradients_of_unused(gm, compiled)
     if not alone:
         compiled = given_views_of_replaced(compiled)
 

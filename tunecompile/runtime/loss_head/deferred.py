@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from tunecompile._torch.autograd import plain_tensors
 from tunecompile.errors import NoGradient
 from tunecompile.notes import Note
-from tunecompile.runtime.layers.module_watch import hook_node
+from tunecompile.runtime.watch.module_watch import hook_node
 
 
 class Unfit(Exception):

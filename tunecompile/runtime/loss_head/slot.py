@@ -21,11 +21,11 @@ from tunecompile.integrations.fsdp import held
 from tunecompile.integrations.layer_host import HostDefaults, LayerHost
 from tunecompile.integrations.loss_caller import labels_are_given
 from tunecompile.notes import KINDS, Note, note
-from tunecompile.runtime.layers.module_watch import ClassWatch
 from tunecompile.runtime.loss_head.deferred import lazily
 from tunecompile.runtime.loss_head.linear_head import HeadTracer, LinearHead, NotLinear
 from tunecompile.runtime.loss_head.logits import Logits
 from tunecompile.runtime.step.state import Step
+from tunecompile.runtime.watch.module_watch import ClassWatch
 
 log = logging.getLogger("tunecompile")
 SPARSE = 0.9  #: with a smaller share of labelled rows, finding them costs less than computing the others

@@ -49,6 +49,11 @@ class PlannedLayer(Protocol):
         """The region of the layer."""
         ...
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where its weights are; None where they are elsewhere between calls."""
+        ...
+
 
 class PlannedHead(Protocol):
     """A head whose loss is computed with it."""

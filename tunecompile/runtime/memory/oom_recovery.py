@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from tunecompile._torch.autograd import saving_is_taken
 from tunecompile._torch.cuda import full_gpu, requested
+from tunecompile._torch.distributed import sharded
 from tunecompile.errors import NothingFits, RankLost, StepLost
 from tunecompile.integrations.context_parallel import is_shared
 from tunecompile.integrations.fsdp import gathers_inside
@@ -32,7 +32,6 @@ from tunecompile.integrations.rank_store import RankStore
 from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import describe_plan
-from tunecompile.runtime.layers.met_graph import MetGraph, also_watching
 from tunecompile.runtime.memory.across_ranks import RankPlans
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.recompute_call import (
@@ -42,24 +41,15 @@ from tunecompile.runtime.memory.recompute_call import (
     RepeatableLayer,
 )
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
+from tunecompile.runtime.watch.traced_graph import TracedGraph, also_watching
 
 log = logging.getLogger("tunecompile")
 T = TypeVar("T")
-_SHARDED = (
-    "device_mesh",
-    "ds_id",
-    "_fsdp_flattened",
-)  #: attributes of FSDP's, DeepSpeed's and tensor-parallel parameters
 TRIES = 16  #: to make room on one device for one call
 
 
-def sharded(parameter: Tensor) -> bool:
-    """Whether several processes share a parameter."""
-    return any(hasattr(parameter, name) for name in _SHARDED)
-
-
 class BudgetedStep(Protocol):
-    """The running step: `runtime.step.Step`."""
+    """The running step: `runtime.step.state.Step`."""
 
     budgets: tuple[RuntimePlanner, ...]  #: one for each device with layers
 
@@ -75,7 +65,7 @@ class Recovery:
         self.step, self.slots = step, slots
         self.calls: weakref.WeakSet[RecomputeCall] = weakref.WeakSet()
         self.anchor = torch.empty(0, device="cpu", requires_grad=True)  #: makes detached arguments part of a graph
-        self.looked: dict[int, set[MetGraph | None]] = {}  #: by slot: graphs with which its layer is repeatable
+        self.looked: dict[int, set[TracedGraph | None]] = {}  #: by slot: graphs with which its layer is repeatable
         self.refused: dict[int, Note] = {}  #: by slot: why its layer cannot be repeated
         self.watched = False  #: whether hooks kept layers from being repeated
         self.bare = False  #: whether layers drop their graphs as soon as they have them

@@ -10,18 +10,21 @@ import torch
 from torch import nn
 
 from tunecompile._torch.cuda import grow_segments
+from tunecompile._torch.distributed import sharded
 from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import Spec, gauge_of
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
-from tunecompile.runtime.layers.layer_slot import LayerSlot
-from tunecompile.runtime.layers.region import Region
-from tunecompile.runtime.loss_head import Head
-from tunecompile.runtime.memory.accounting import MemoryAccounting
+from tunecompile.runtime.memory.accounting import MemoryAccounting, PlannedHead, PlannedLayer
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.host.pinned_pool import available
 from tunecompile.runtime.memory.offload import Offload
-from tunecompile.runtime.memory.oom_recovery import sharded
 from tunecompile.runtime.memory.weight_cache import WeightCache
+
+
+class Recorded(Protocol):
+    """A kind of layers: `runtime.layers.region.Region`."""
+
+    replays: GraphReplays | None
 
 
 class Planned(Protocol):
@@ -33,9 +36,9 @@ class Planned(Protocol):
     host_bytes: int | None
     offload_dir: Path | None
     precision: str | None
-    slots: list[LayerSlot]
-    heads: list[Head]
-    regions: list[Region]
+    slots: Sequence[PlannedLayer]
+    heads: Sequence[PlannedHead]
+    regions: Sequence[Recorded]
     replays: GraphReplays
     kept: WeightCache
     notes: list[Note]
@@ -84,9 +87,9 @@ def make_budgets(state: Planned) -> tuple[RuntimePlanner, ...]:
     return tuple(made)
 
 
-def by_device(slots: Sequence[LayerSlot]) -> dict[torch.device, list[LayerSlot]]:
+def by_device(slots: Sequence[PlannedLayer]) -> dict[torch.device, list[PlannedLayer]]:
     """Layers by the device of their weights. Where there are GPUs, only those on them: a CPU has no budget to keep."""
-    found: dict[torch.device, list[LayerSlot]] = {}
+    found: dict[torch.device, list[PlannedLayer]] = {}
     for slot in slots:
         if (device := slot.device) is not None:
             found.setdefault(device, []).append(slot)

@@ -22,12 +22,12 @@ from tunecompile._torch.autograd import differentiable_outputs, keeps_graph, mad
 from tunecompile._torch.cuda import requested
 from tunecompile.errors import LayerChanged, ModifiedInPlace, NoSecondDerivative, NothingFits, StepLost
 from tunecompile.notes import Note, note
-from tunecompile.runtime.layers.met_graph import MetGraph, watching
-from tunecompile.runtime.layers.module_watch import ModuleSnapshot, holders
 from tunecompile.runtime.memory.accounting import PlannedLayer
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.given_containers import GivenContainers
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
+from tunecompile.runtime.watch.module_watch import ModuleSnapshot, holders
+from tunecompile.runtime.watch.traced_graph import TracedGraph, watching
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -165,7 +165,7 @@ class RecomputeCall:
         self.before = [(tensor, tensor._version) for tensor in self._writable()]
         self.repeatable: bool  #: known from `_look` on, as `edges` are
         self.number = next_number()
-        self.met: list[MetGraph | None] = []  #: its graphs; None where it ran eagerly
+        self.met: list[TracedGraph | None] = []  #: its graphs; None where it ran eagerly
         self.edges: list[GradientEdge] | None = None  #: of the layer's outputs
         self.outputs = 0  #: their number
         self.sources: list[GradientEdge] = []  #: of its arguments
@@ -196,7 +196,7 @@ class RecomputeCall:
         self.containers.hand_over(called)
         return called
 
-    def expect_known(self, graph: MetGraph | None) -> None:
+    def expect_known(self, graph: TracedGraph | None) -> None:
         """Before a graph runs.
 
         Raises:
@@ -360,7 +360,7 @@ class RecomputeCall:
             raise LayerChanged(layer=name, what="it was switched between training and evaluation")
         ran = iter(self.met)
 
-        def expect_same(graph: MetGraph | None) -> None:
+        def expect_same(graph: TracedGraph | None) -> None:
             before = next(ran, None)
             if graph is not None and before is not None and not graph.computes_as(before):
                 raise LayerChanged(layer=name, what="its code, or a number that it computes with, has changed")

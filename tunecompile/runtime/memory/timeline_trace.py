@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from tunecompile.planner.device_memory import Gauge
-from tunecompile.runtime.layers.module_watch import hook_node
+from tunecompile.runtime.watch.module_watch import hook_node
 
 #: steps of a plan that are sampled, the last one kept: the first compiles, the second is the first with the optimizer's
 #: moments

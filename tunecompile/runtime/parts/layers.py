@@ -20,15 +20,15 @@ from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.compile_limits import Leftovers
 from tunecompile.runtime.layers.find_layers import LayerStack, find_layers, find_norms, structure
 from tunecompile.runtime.layers.layer_slot import LayerSlot
-from tunecompile.runtime.layers.module_watch import TURNS
+from tunecompile.runtime.layers.norm_slot import NormSlot
+from tunecompile.runtime.layers.owner_slot import OwnerSlot
 from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.model_state import ModelCall, Part, State
 from tunecompile.runtime.parts.first_step import FirstStepCheck
 from tunecompile.runtime.step.facts import read_facts
 from tunecompile.runtime.step.mode import Mode, StepFacts, mode_of_step
 from tunecompile.runtime.step.state import NotCopied
-from tunecompile.runtime.unpad.norm_slot import NormSlot
-from tunecompile.runtime.unpad.owner_slot import OwnerSlot
+from tunecompile.runtime.watch.module_watch import TURNS
 
 log = logging.getLogger("tunecompile")
 

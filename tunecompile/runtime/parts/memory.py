@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from tunecompile._torch.cuda import grow_segments
+from tunecompile._torch.distributed import sharded
 from tunecompile.integrations.trainer_batches import largest_batch
 from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import shown
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, tensors_in
 from tunecompile.runtime.memory.across_ranks import RankPlans
 from tunecompile.runtime.memory.budget import RuntimePlanner
-from tunecompile.runtime.memory.oom_recovery import Recovery, sharded
+from tunecompile.runtime.memory.oom_recovery import Recovery
 from tunecompile.runtime.memory.per_device import by_device, make_budgets
 from tunecompile.runtime.model_state import ModelCall, Part, State
 

@@ -8,11 +8,11 @@ from torch import nn
 
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.notes import Note, note
-from tunecompile.runtime.evaluation import Evaluation
 from tunecompile.runtime.layers.find_layers import LayerStack
+from tunecompile.runtime.layers.owner_slot import OwnerSlot
 from tunecompile.runtime.model_state import Part, State
 from tunecompile.runtime.parts.loss_head import unused_heads
-from tunecompile.runtime.unpad.owner_slot import OwnerSlot
+from tunecompile.runtime.unpad.evaluation import Evaluation
 from tunecompile.runtime.unpad.unpad import Unpadding
 
 

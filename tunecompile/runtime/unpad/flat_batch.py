@@ -14,7 +14,7 @@ from tunecompile._torch.cuda import where_set
 from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, OFFSETS
 from tunecompile.notes import note
 from tunecompile.ops import document_mask
-from tunecompile.runtime.layers.between import Between
+from tunecompile.runtime.cuda_graphs.between import Between
 from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, Documents
 from tunecompile.runtime.unpad.masks.given import hidden_in

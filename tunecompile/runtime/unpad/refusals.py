@@ -19,7 +19,7 @@ from tunecompile.integrations.fsdp import gathers_inside
 from tunecompile.integrations.loss_caller import home_of, router_logits_are_masked
 from tunecompile.integrations.transformers import gives_cache
 from tunecompile.notes import Note, note
-from tunecompile.runtime.layers.module_watch import ModuleSnapshot
+from tunecompile.runtime.watch.module_watch import ModuleSnapshot
 
 _MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)
 #: of torch's own modules, the forwards that treat each token by itself

@@ -8,13 +8,13 @@ from torch import nn
 
 from tests.support.batches import dropping, lengths_mask
 from tunecompile.integrations.kernel_functions import BOUNDARIES
+from tunecompile.runtime.layers import owner_slot
+from tunecompile.runtime.layers.owner_slot import OwnerSlot
 from tunecompile.runtime.step.mode import Mode
 from tunecompile.runtime.step.state import Step
-from tunecompile.runtime.unpad import owner_slot
 from tunecompile.runtime.unpad import unpad as module
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE
 from tunecompile.runtime.unpad.owner_call import OwnerCall, PastCall
-from tunecompile.runtime.unpad.owner_slot import OwnerSlot
 from tunecompile.runtime.unpad.unpad import Unpadding
 
 

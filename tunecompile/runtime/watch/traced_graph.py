@@ -27,7 +27,7 @@ _PLAIN = (int, float, str, torch.dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class MetGraph:
+class TracedGraph:
     """One compiled graph of a layer, as Dynamo made it: each is an object of its own."""
 
     operations: tuple[tuple, ...]  #: in order, each with its constants
@@ -42,7 +42,7 @@ class MetGraph:
     mixes: Note | None = None  #: why a tower's may read more patches than those of an image
 
     @classmethod
-    def of(cls, gm: GraphModule, mixes: Note | None = None, alone: bool = True) -> MetGraph:
+    def of(cls, gm: GraphModule, mixes: Note | None = None, alone: bool = True) -> TracedGraph:
         """What Dynamo's graph computes, its bodies included; mixes, alone: see there."""
         graphs = [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
         nodes = (node for graph in graphs for node in graph.nodes if node.op.startswith("call"))
@@ -61,13 +61,13 @@ class MetGraph:
             mixes,
         )
 
-    def computes_as(self, other: MetGraph) -> bool:
+    def computes_as(self, other: TracedGraph) -> bool:
         """Whether both compute the same, under whatever plans. In dynamic graphs symbols take the place of integers."""
         if self.dynamic == other.dynamic:
             return self.operations == other.operations
         return self._without_integers() == other._without_integers()
 
-    def covers(self, other: MetGraph) -> bool:
+    def covers(self, other: TracedGraph) -> bool:
         """Whether it has all operations of another, whatever the integers.
 
         But for calls of attention, and for what adapters do to each token: they may be switched off.
@@ -92,15 +92,15 @@ def _constants(node: Node) -> list[Any]:
 
 
 class _Watch(threading.local):
-    met: Callable[[MetGraph | None], None] | None = None
-    last: MetGraph | None = None
+    met: Callable[[TracedGraph | None], None] | None = None
+    last: TracedGraph | None = None
 
 
 _watch = _Watch()
 
 
 @contextlib.contextmanager
-def watching(met: Callable[[MetGraph | None], None]) -> Iterator[None]:
+def watching(met: Callable[[TracedGraph | None], None]) -> Iterator[None]:
     """Inside, `met` is called before each graph that this thread's layers run; with None where one runs eagerly.
 
     Its error ends the layer's call.
@@ -113,11 +113,11 @@ def watching(met: Callable[[MetGraph | None], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def also_watching(met: Callable[[MetGraph | None], None]) -> Iterator[None]:
+def also_watching(met: Callable[[TracedGraph | None], None]) -> Iterator[None]:
     """As `watching`, beside who watches already."""
     before = _watch.met
 
-    def both(graph: MetGraph | None) -> None:
+    def both(graph: TracedGraph | None) -> None:
         met(graph)
         if before is not None:
             before(graph)
@@ -126,13 +126,13 @@ def also_watching(met: Callable[[MetGraph | None], None]) -> Iterator[None]:
         yield
 
 
-def meet(graph: MetGraph | None) -> None:
+def meet(graph: TracedGraph | None) -> None:
     """Tell who watches that this graph runs next."""
     _watch.last = graph
     if _watch.met is not None:
         _watch.met(graph)
 
 
-def last_met() -> MetGraph | None:
+def last_graph() -> TracedGraph | None:
     """The graph that this thread's layers ran last."""
     return _watch.last

@@ -8,9 +8,9 @@ from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original
 from tunecompile.integrations.transformers import is_cache
-from tunecompile.runtime.evaluation import Evaluation
 from tunecompile.runtime.step.facts import read_facts
 from tunecompile.runtime.step.mode import Mode, mode_of_step
+from tunecompile.runtime.unpad.evaluation import Evaluation
 from tunecompile.runtime.unpad.unpad import Unpadding
 
 
