@@ -98,8 +98,6 @@ def test_code_that_cannot_be_generated_for_a_backward_is_known_in_the_forward(mo
 
 def test_graphs_read_cached_weights_where_they_read_any(monkeypatch):
     class Kept:
-        moves = ()
-
         def forward(self, run, positions):
             return "forward", run, positions
 
@@ -137,13 +135,6 @@ def test_whether_attention_weights_are_read_is_told_with_the_graph(monkeypatch, 
     assert backend.contexts[0].weights_unread is bool(unread)
 
 
-@dataclasses.dataclass
-class Kept:
-    """Gives weights to graphs; dense ones may move into its matrices."""
-
-    moves: bool
-
-
 @pytest.mark.parametrize(
     "options, cached",
     [
@@ -151,8 +142,6 @@ class Kept:
         ({"plan": Plan(None)}, True),
         ({"plan": Plan(weights=True)}, False),
         ({"look": lambda joint: None}, False),
-        ({"kept": Kept(moves=True)}, False),
-        ({"kept": Kept(moves=False)}, True),
     ],
 )
 def test_which_code_may_come_from_a_cache(monkeypatch, options, cached):

@@ -69,7 +69,7 @@ def test_a_survey_that_fails_is_tried_without_guests(monkeypatch, helps):
         raise ValueError("planted")
 
     tried = []
-    backend = surveys.SurveyBackend("layer", (), "eager", None, False, None, lambda gm: (gm, "runs"))
+    backend = surveys.SurveyBackend("layer", (), "eager", None, None, lambda gm: (gm, "runs"))
     monkeypatch.setattr(backend, "_trace", fails)
     monkeypatch.setattr(surveys, "without_packages", lambda *given: tried.append(given[:3]) or helps or None)
     graph = torch.fx.symbolic_trace(torch.nn.Identity())
@@ -83,7 +83,7 @@ def test_a_survey_that_fails_is_tried_without_guests(monkeypatch, helps):
 
 def test_a_layer_that_attends_in_any_of_its_graphs(monkeypatch):
     """Its kernels are timed before it is surveyed."""
-    backend = surveys.SurveyBackend("layer", (), "eager", None, False, None, lambda gm: gm)
+    backend = surveys.SurveyBackend("layer", (), "eager", None, None, lambda gm: gm)
     monkeypatch.setattr(backend, "_trace", lambda gm, inputs: None)
     assert not backend.attends and not backend.seen
     plain = torch.fx.symbolic_trace(torch.nn.Identity())

@@ -112,17 +112,15 @@ def question(**changes) -> Question:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [None, "64MiB"])
-def test_an_engine_is_told_of_alike_whoever_was_asked_before(memory):
-    """Frozen dense weights move to their adapters where they are on one GPU, and whole: rehearsals are shared only where they agree about that."""
+def test_an_engine_is_told_of_alike_whoever_was_asked_before():
+    """Frozen 4-bit weights may stay dequantised where they are on one GPU, and whole: engines share a rehearsal that surveyed what they need."""
 
     def planner():
-        return MultiGpuPlanner(question(mode="lora", length=1024, gpus=4, memory=memory))
+        return MultiGpuPlanner(question(gpus=4, memory="4GiB"))
 
     several = planner()
     in_turn = [several.device_map(), several.one_gpu(), several.fsdp(), several.ddp()]
     assert in_turn == [planner().device_map(), planner().one_gpu(), planner().fsdp(), planner().ddp()]
-    assert all(rehearsal.moves == moves for (*_, moves), (rehearsal, _) in several.dry_runs.items())
 
 
 @pytest.mark.slow

@@ -69,8 +69,6 @@ class GraphRecorder(Protocol):
 class WeightProvider(Protocol):
     """Gives weights to graphs in the layout that their products read; `runtime.memory.weight_cache` implements it."""
 
-    moves: bool | None  #: whether dense weights may move into one matrix; None before that is decided
-
     def forward(self, run: Callable, positions: Sequence[FusedWeightSlots]) -> Callable:
         """The callable to run in place of a compiled forward that reads weights at these positions."""
         ...
@@ -165,14 +163,12 @@ class Backend:
         Raises:
             Exception: any, of a pass or of torch's compiler.
         """
-        moves = self.kept is not None and bool(self.kept.moves)
         context = Context(
             self.region,
             self.plan,
             self.precision,
             dump=GraphDump.begin(self.region),
             frame=current_frame(),
-            moves=moves,
             weights_unread=gm.meta.get(WEIGHTS_UNREAD, False),
         )
         compiled = self._compile(gm, inputs, context, combine)
@@ -221,7 +217,7 @@ class Backend:
                 partition,
                 self._replay(context, _device_type(inputs)),
                 self._keep(context),
-                cached=self.look is None and not self.plan.weights and not context.moves and context.cached,
+                cached=self.look is None and not self.plan.weights and context.cached,
                 turn=partial(in_turn, lower.uuid),
                 combine=combine,
                 backward=self.backward,

@@ -22,7 +22,7 @@ from tunecompile._torch.card import emulated
 from tunecompile._torch.fake_tensors import copied
 from tunecompile._torch.inductor import CustomGraphPass, CustomPartitionerFn, min_cut_rematerialization_partition
 from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
-from tunecompile.compiler.weight_layout import give_matrices, movable, replaceable
+from tunecompile.compiler.weight_layout import replaceable
 from tunecompile.planner.candidates import Cut
 from tunecompile.planner.liveness import tensor_bytes
 from tunecompile.planner.recompute_attention import recompute_in_backward
@@ -105,15 +105,10 @@ class Partitioner(_Hook, CustomPartitionerFn):
         if self.context.plan.weights:
             self.context.kept = tuple(replaceable(gm.graph))
         run_stage(self.passes, "plan", gm.graph, self.context)
-        self.context.kept += self._movable(gm.graph)
         forward, backward = _cut(gm, joint_inputs, kwargs, self.context.plan)
         self.context.outputs = kwargs["num_fwd_outputs"]
         self.context.saved = _saved(forward, self.context.outputs)
         return forward, backward
-
-    def _movable(self, graph: Graph) -> tuple[str, ...]:
-        """As the plan has it: tiled computations read each weight by itself."""
-        return tuple(movable(graph)) if self.context.moves else ()
 
     def _try(
         self, gm: GraphModule, joint_inputs: Sequence[Any], kwargs: dict, plan: Plan
@@ -122,9 +117,8 @@ class Partitioner(_Hook, CustomPartitionerFn):
         known, precision = self.context.traced, self.context.precision
         trial, context = copied(gm), Context(self.context.region, plan, precision, traced=known, trial=True)
         run_stage(self.passes, "plan", trial.graph, context)
-        moved, graphs = self._movable(trial.graph), _cut(trial, joint_inputs, kwargs, plan)
+        graphs = _cut(trial, joint_inputs, kwargs, plan)
         for graph in graphs:
-            give_matrices(graph, moved)
             run_stage(self.passes, "lower", graph.graph, context)
         return graphs
 

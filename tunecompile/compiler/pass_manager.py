@@ -74,9 +74,8 @@ class Context:
     #: (name, bytes) of each tensor that the forward graph saves for the backward
     saved: list[Any] = field(default_factory=list)
     weights_unread: bool = False  #: whether attention weights among the graph's results are not read
-    #: whether dense weights may move into matrices with their adapters (tunecompile/runtime/memory/weight_cache.py)
-    moves: bool = False
-    kept: tuple[str, ...] = ()  #: inputs that such matrices replace, for 4-bit weights if the plan says so
+    #: inputs that matrices replace, of 4-bit weights with their adapters (tunecompile/runtime/memory/weight_cache.py)
+    kept: tuple[str, ...] = ()
     #: providers' graphs, shared by the trials of a planner and by code generation
     traced: dict[Any, Any] = field(default_factory=dict)
     trial: bool = False  #: whether graphs are only looked at. (Code generation needs fake values of its own for each.)

@@ -104,7 +104,6 @@ class SurveyBackend:
         passes: the whole pipeline.
         executor: whose pipeline up to the joint graph is run; Inductor changes that graph before it is cut.
         precision: as in `Context`.
-        moves: whether dense weights may move into matrices with their adapters.
         look: sees the first joint graph. None where only `finish` matters.
         finish: what Dynamo gets for a graph in the place of code.
     """
@@ -115,12 +114,11 @@ class SurveyBackend:
         passes: Sequence[Pass],
         executor: Executor,
         precision: str | None,
-        moves: bool,
         look: Look | None,
         finish: Callable[[GraphModule], Callable],
     ):
         self.region, self.passes, self.executor = region, tuple(passes), executor
-        self.precision, self.moves, self.look, self.finish = precision, moves, look, finish
+        self.precision, self.look, self.finish = precision, look, finish
         self.ended = False  #: whether the trace that runs came to its end
         self.attends = False  #: whether the layer calls `scaled_dot_product_attention`
         self.seen = False  #: whether there was a joint graph
@@ -152,7 +150,7 @@ class SurveyBackend:
         return True
 
     def _trace(self, gm: GraphModule, inputs: list) -> None:
-        context = Context(self.region, precision=self.precision, moves=self.moves)
+        context = Context(self.region, precision=self.precision)
         work = recognized(gm, self.passes, context)
         compiler = compile_inductor if self.executor == "inductor" else compile_eager
         lower, partition = Lowering(self.passes, context), Partitioner(self.passes, context, self._see)

@@ -1,4 +1,4 @@
-"""Products of adapted linears that read one matrix in place of their weights: which may, and the graphs that do.
+"""Products of adapted linears that read one matrix in place of their 4-bit weights: which may, and the graphs that do.
 
 The content of such matrices, and the code that writes them: tunecompile/runtime/memory/weight_cache.py.
 """
@@ -6,7 +6,8 @@ The content of such matrices, and the code that writes them: tunecompile/runtime
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from tunecompile._torch.fake_tensors import fake_mode_of, size_hint
 from tunecompile.ir.op import returns_view
 from tunecompile.ops.adapters.layout import padded
-from tunecompile.ops.frozen_products import FrozenProduct, frozen, is_dense, on_matrices
+from tunecompile.ops.frozen_products import FrozenProduct, frozen, on_matrices
 from tunecompile.ops.nf4 import dequantize_4bit
 
 
@@ -26,16 +27,6 @@ def replaceable(graph: Graph) -> dict[str, FrozenProduct]:
     Packed weights are read directly from now on, and not through views, which would be saved in their place.
     """
     _read_directly(graph)
-    return _read_once(graph, lambda product: product.quantized)
-
-
-def movable(graph: Graph) -> dict[str, FrozenProduct]:
-    """The products of dense weights that have no other user, by the name of their input."""
-    return _read_once(graph, is_dense)
-
-
-def _read_once(graph: Graph, suits: Callable[[FrozenProduct], bool]) -> dict[str, FrozenProduct]:
-    """The products of one kind of which all weights are inputs without another user."""
     found: dict[str, FrozenProduct] = {}
     refused: set[str] = set()
     for node in graph.nodes:
@@ -48,14 +39,13 @@ def _read_once(graph: Graph, suits: Callable[[FrozenProduct], bool]) -> dict[str
             ]
             name = product.place.name
             if (
-                not suits(product)
+                not product.quantized
                 or any(member.op != "placeholder" for member in inputs)
                 or found.setdefault(name, product) != product
             ):
                 refused.add(name)
     for name, product in found.items():
-        places = [weight[0] for weight in product.weights[: 1 if product.quantized else None]]
-        if any(not _reads(reader, product) and reader.op != "output" for place in places for reader in _readers(place)):
+        if any(not _reads(reader, product) and reader.op != "output" for reader in _readers(product.place)):
             refused.add(name)
     return {name: product for name, product in found.items() if name not in refused}
 
@@ -115,36 +105,20 @@ def _readers(place: Node) -> list[Node]:
 
 
 def matrix_shape(product: FrozenProduct) -> tuple[int, int]:
-    """Rows and columns of the matrix: [[W, scale B], [A, 0]], or [W; A] for dense weights."""
+    """Rows and columns of the matrix, [[W, scale B], [A, 0]]."""
     rank = sum(size_hint(m.meta["val"].shape[0]) for m in product.a)
     rows = padded(sum(size_hint(m.meta["val"].shape[0]) for m in product.b) + rank)
-    return rows, padded(product.columns + rank) if product.quantized else product.columns
+    return rows, padded(product.columns + rank)
 
 
 def _dtype(product: FrozenProduct) -> torch.dtype:
     """The dtype of the matrix."""
-    return product.weights[0][-1] if product.quantized else product.place.meta["val"].dtype
+    return product.weights[0][-1]
 
 
 def matrix_bytes(graph: Graph) -> int:
-    """Bytes of all matrices of a layer's 4-bit weights."""
-    return sum(map(_bytes, replaceable(graph).values()))
-
-
-def growth(graph: Graph) -> int:
-    """Bytes that dense weights take more in matrices than separately."""
-    more = 0
-    for product in movable(graph).values():
-        weights = [weight[0].meta["val"] for weight in product.weights]
-        if all(weight.is_contiguous() for weight in weights):  # they are still separate
-            more += _bytes(product) - sum(weight.nbytes for weight in weights)
-    return more
-
-
-def _bytes(product: FrozenProduct) -> int:
-    """Bytes of a product's matrix."""
-    rows, columns = matrix_shape(product)
-    return rows * columns * _dtype(product).itemsize
+    """Bytes of all matrices of a layer."""
+    return sum(math.prod(matrix_shape(product)) * _dtype(product).itemsize for product in replaceable(graph).values())
 
 
 @dataclass(frozen=True)
@@ -159,7 +133,6 @@ class FusedWeightSlots:
     shape: tuple[int, int]
     columns: int
     dtype: torch.dtype
-    dense: bool = False
 
 
 def give_matrices(gm: GraphModule, names: Sequence[str], inputs: list | None = None) -> list[FusedWeightSlots]:
@@ -220,5 +193,4 @@ def _position(product: FrozenProduct, places: dict[Node, int]) -> FusedWeightSlo
         matrix_shape(product),
         product.columns,
         _dtype(product),
-        not product.quantized,
     )

@@ -121,7 +121,6 @@ class TraceOnlySlot:
             region.passes,
             "eager",
             region.precision,
-            self.planner.moves,
             None if known else partial(self.planner.see, self.slot),
             partial(_blank_results, self.fakes),
         )
@@ -280,13 +279,6 @@ def _planner(
     host = HOST if stage.host_bytes is None and gpu is not None else stage.host_bytes
     offload = Offload(device, host, stage.offload_dir) if somewhere and bounded and host != 0 else None
     keepable = somewhere and bounded and stage.precision is None
-    parameters = [parameter for slot in stage.slots for parameter in slot.layer.parameters()]
-    movable = (
-        somewhere
-        and stage.precision is None
-        and not any(map(sharded, parameters))
-        and any(p.is_floating_point() and p.dim() == 2 and not p.requires_grad for p in parameters)
-    )
     return DryRunPlanner(
         spec if bounded else "auto" if somewhere else UNBOUNDED,
         stage.model,
@@ -297,7 +289,6 @@ def _planner(
         offload,
         gpu,
         bounded,
-        movable=movable,
         keepable=keepable,
         thorough=thorough,
     )

@@ -14,7 +14,6 @@ from torch.fx import Graph, Node
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.survey import survey
-from tunecompile.compiler.weight_layout import growth
 from tunecompile.ir.op import OPS
 from tunecompile.notes import Note, note
 from tunecompile.planner import candidates
@@ -58,8 +57,8 @@ class StaticMemory:
     )
 
     @property
-    def moves(self) -> bool:
-        """Whether frozen weights may share matrices with their adapters: dense ones moved there, others dequantised."""
+    def keeps(self) -> bool:
+        """Whether frozen 4-bit weights may stay dequantised."""
         return not (self.sharded or self.spread)
 
     def allocated(self) -> int:
@@ -103,8 +102,7 @@ class DryRunPlanner:
     offload: Offload | None = None
     gpu: GpuSpec | None = None  #: to plan for in the place of the model's device
     bounded: bool = True  #: whether there is a budget to plan for
-    movable: bool = False  #: whether frozen dense weights would move in a step, where the ledger says that they may
-    keepable: bool = False  #: whether other frozen weights would stay dequantised, likewise
+    keepable: bool = False  #: whether 4-bit weights would stay dequantised in a step, where the ledger says so, too
     thorough: bool = False  #: whether every plan is surveyed, though some fit: others may fit another batch
     candidates: dict[int, RegionCandidates] = field(default_factory=dict)  #: by region
     tokens: int = 0  #: of the batch, as its first layer sees it
@@ -115,13 +113,7 @@ class DryRunPlanner:
 
     def __post_init__(self) -> None:
         self.limit = budget_bytes(self.spec, self.ledger)
-        self.kept = self.keepable and self.ledger.moves
-        self.growth: dict[int, int] = {}  #: by region, bytes that a layer's dense weights take more where they move
-
-    @property
-    def moves(self) -> bool:
-        """Whether frozen dense weights move."""
-        return self.movable and self.ledger.moves
+        self.kept = self.keepable and self.ledger.keeps
 
     @property
     def plan(self) -> AdmittedPlan:
@@ -148,7 +140,6 @@ class DryRunPlanner:
         )
         region = id(slot.region)
         joint = joint if self.gpu is None else replace(joint, attention=_attention(joint.graph, self.gpu))
-        self.growth[region] = growth(joint.graph) if self.moves else 0
         result = survey(joint, self.tokens, self._stages(joint.graph), partial(self._is_enough, region), self.kept)
         if result.error is not None:
             missing = "no-memory-plan" if result.found is None else "few-memory-plans"
@@ -180,7 +171,6 @@ class DryRunPlanner:
     def request(self, tokens: int) -> StepRequest:
         """Layers and bytes that the plan of a batch is solved from."""
         allowed = self.allowed()
-        moving = sum(self.growth.get(id(slot.region), 0) for slot in self.layers)
         runs = region_runs(self.layers, self._coming)
         if not self.bounded:  # layers do what the user's checkpointing says
             first = {id(slot.region): slot for slot in reversed(self.layers)}
@@ -191,7 +181,7 @@ class DryRunPlanner:
             candidates=self.candidates,
             rates=self.rates(),
             available=allowed - int(MARGIN * allowed),
-            resident=self.ledger.allocated() + moving + sum(self.masks.values()),
+            resident=self.ledger.allocated() + sum(self.masks.values()),
             tail=self.tail(tokens),
             summed=summed_bytes(self.model, self._head_weights(), lambda weight: False),
             host=self.host_bytes(),
@@ -238,9 +228,9 @@ class DryRunPlanner:
 
         Returns whether all plans that this takes were surveyed, of the same graphs.
         """
-        if self.moves != (self.movable and ledger.moves) or (not self.kept and self.keepable and ledger.moves):
+        if not self.kept and self.keepable and ledger.keeps:
             return False
-        self.ledger, self.kept = ledger, self.keepable and ledger.moves
+        self.ledger, self.kept = ledger, self.keepable and ledger.keeps
         made = self.admitted = solve(self.request(self.tokens))
         surveyed = self.candidates.values()
         enough = not self.thorough and made.settles(surveyed)

@@ -248,8 +248,7 @@ class MultiGpuPlanner:
         return dry_run, estimate
 
     def _dry_run(self, rows: int, static: StaticMemory, memory: Spec) -> tuple[DryRunPlanner, list[Note]]:
-        # in the other modes, one dry run serves all engines
-        key = (rows, memory, self.question.mode == "lora" and static.moves)
+        key = (rows, memory)  # one dry run serves all engines
         if key not in self.dry_runs or not self.dry_runs[key][0].under(static):
             host_memory = HOST if self.question.host_memory is None else self.question.host_memory
             state = state_for(self.model, memory, host_memory)

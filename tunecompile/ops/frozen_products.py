@@ -1,6 +1,6 @@
 """Find the frozen weights that a call in a graph reads, and make the same call on fused matrices.
 
-A fused matrix holds weights and adapters (`tunecompile.ops.frozen_weights.WeightLayout`).
+A fused matrix holds weights and adapters (`tunecompile.ops.frozen_weights`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tunecompile.ops.lora_mlp import DOWN, WIDE, lora_mlp, lora_mlp_backward
 from tunecompile.ops.lora_nf4 import lora_linear_nf4, lora_linear_nf4_backward
 from tunecompile.ops.nf4 import dequantize_4bit
 
-__all__ = ["FrozenProduct", "frozen", "is_dense", "on_matrices"]
+__all__ = ["FrozenProduct", "frozen", "on_matrices"]
 
 #: the ops that read frozen weights, by name
 _READERS: dict[str, Op] = {
@@ -89,8 +89,7 @@ def on_matrices(node: Node, matrices: Sequence[Node]) -> tuple[Any, tuple]:
 
     Args:
         node: one for which `frozen` is not None.
-        matrices: one for each product, in the layout `tunecompile.ops.frozen_weights.WeightLayout.EXTENDED` or
-            `STACKED`.
+        matrices: one for each product, with its weights and adapters.
 
     Returns:
         (target, arguments) of the new call.
@@ -125,15 +124,3 @@ def _packed(args: dict[str, Any], widths: Sequence[int], dtype: Any) -> list[tup
         args["rows"],
     )
     return [(*member, width, args["blocksize"], args["quant_type"], dtype) for member, width in zip(members, widths)]
-
-
-def is_dense(product: FrozenProduct) -> bool:
-    """Return whether all weights of a product are dense contiguous matrices of one dtype, and inputs of the graph."""
-    weights = [weight[0] for weight in product.weights]
-    if any(len(weight) > 1 for weight in product.weights) or any(weight.op != "placeholder" for weight in weights):
-        return False
-    values = [weight.meta["val"] for weight in weights]
-    return all(
-        value.dim() == 2 and value.is_floating_point() and value.is_contiguous() and value.dtype == values[0].dtype
-        for value in values
-    )

@@ -1,8 +1,12 @@
-"""The layouts in which an op accepts frozen weights, and the matrices that its products read."""
+"""The layouts in which an op accepts frozen weights, and the matrices that its products read.
+
+Of siblings that share their input these are: dense weights W_i, [N_i, K], a matrix each; one dense matrix with the
+adapters, [[W, scale B, 0], [A, 0, 0], [0, 0, 0]], in which the W_i stand below each other, and each adapter in its own
+columns and rows, padded to multiples of 64; or 4-bit codes, as bitsandbytes stores them.
+"""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,17 +18,7 @@ from tunecompile.ops import fp8
 from tunecompile.ops.adapters.layout import below, extended_weight, padded, written_weight
 from tunecompile.ops.nf4 import dequantize_4bit
 
-__all__ = ["FrozenWeights", "PackedWeights", "WeightLayout"]
-
-
-class WeightLayout(enum.Enum):
-    """How the weights W_i, [N_i, K], of siblings that share their input are stored."""
-
-    SEPARATE = "W_i"  #: dense, one matrix for each weight
-    STACKED = "[W; A; 0]"  #: one dense matrix: all W_i below each other, and the A_i below them
-    #: one dense matrix: the W_i below each other, each adapter in its own columns and rows, padded to multiples of 64
-    EXTENDED = "[[W, scale B, 0], [A, 0, 0], [0, 0, 0]]"
-    PACKED = "4-bit codes"  #: as bitsandbytes stores them
+__all__ = ["FrozenWeights", "PackedWeights"]
 
 
 @dataclass(frozen=True)
@@ -156,30 +150,26 @@ class PackedWeights:
 class FrozenWeights:
     """The frozen weights of one matrix product. Made by `dense` or `of_packed`."""
 
-    layout: WeightLayout
-    matrices: Sequence[Tensor]  #: the dense ones, as the layout says; empty if packed
+    matrices: Sequence[Tensor]  #: the W_i, or one with the adapters; empty if packed
     rows: list[int]  #: N_i
     columns: int  #: K
-    packed: PackedWeights | None = None  #: of the layout `PACKED`
+    packed: PackedWeights | None = None
 
     @staticmethod
     def dense(matrices: Sequence[Tensor], rows: Sequence[int], columns: int) -> FrozenWeights:
-        """Recognise the layout of dense weights by the shape of the first matrix.
+        """Return dense weights as frozen weights.
 
         Args:
-            matrices: the W_i, [N_i, K] each; or one matrix, as `WeightLayout.STACKED` or `EXTENDED` says.
+            matrices: the W_i, [N_i, K] each; or one matrix with the adapters.
             rows: N_i.
             columns: K.
         """
-        layout = WeightLayout.SEPARATE
-        if len(matrices) == 1 and matrices[0].shape[0] > sum(rows):
-            layout = WeightLayout.EXTENDED if matrices[0].shape[1] > columns else WeightLayout.STACKED
-        return FrozenWeights(layout, matrices, list(rows), columns)
+        return FrozenWeights(matrices, list(rows), columns)
 
     @staticmethod
     def of_packed(packed: PackedWeights) -> FrozenWeights:
         """Return 4-bit weights as frozen weights."""
-        return FrozenWeights(WeightLayout.PACKED, (), list(packed.rows), packed.columns, packed)
+        return FrozenWeights((), list(packed.rows), packed.columns, packed)
 
     @property
     def height(self) -> int:
@@ -189,7 +179,7 @@ class FrozenWeights:
     @property
     def fused(self) -> bool:
         """Whether one dense matrix holds weights and adapters."""
-        return self.layout in (WeightLayout.STACKED, WeightLayout.EXTENDED)
+        return len(self.matrices) == 1 and self.matrices[0].shape[0] > self.height
 
     def members(self) -> Sequence[Tensor]:
         """Return the W_i, [N_i, K]: views of a fused matrix, or packed weights dequantised by the reference."""
@@ -201,24 +191,19 @@ class FrozenWeights:
         """Return W of all siblings if a product should read it alone and add the adapters' term afterwards; else None.
 
         For a small batch this moves fewer bytes than a copy of W with scale B beside it. None for larger batches, if
-        the matrix already holds scale B, or if W is not one dense matrix.
+        the matrix already holds scale B, or if W is not one dense weight.
 
         Args:
             tokens: rows of the product; may be symbolic.
         """
-        joined = self.layout is WeightLayout.STACKED or (
-            self.layout is WeightLayout.SEPARATE and len(self.matrices) == 1
-        )
-        return self.matrices[0][: self.height] if joined and 2 * size_hint(tokens) < self.columns else None
+        alone = len(self.matrices) == 1 and not self.fused
+        return self.matrices[0] if alone and 2 * size_hint(tokens) < self.columns else None
 
     def extended(self, b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Return [W | scale B | 0], the factor of [x | xa | 0]; `dtype` is that of the adapters' arithmetic."""
         if self.packed is not None:
             return self.packed.extended(b, scales)
-        if not self.fused:
-            return extended_weight(self.matrices, b, scales, dtype)
-        weight = self.matrices[0][: self.height]
-        return weight if self.layout is WeightLayout.EXTENDED else extended_weight([weight], b, scales, dtype)
+        return self.matrices[0][: self.height] if self.fused else extended_weight(self.matrices, b, scales, dtype)
 
     def written(
         self, b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype, below: Tensor | None = None

@@ -66,7 +66,7 @@ def lora_linear(
         x: [..., K], any floating dtype; T tokens in all.
         inputs: the adapters' own inputs x_i, after dropout, each with x's shape; empty where the adapters read x.
         weights: the frozen W_i, [N_i, K], in x's dtype; or one matrix that holds them and the adapters, in the layout
-            `STACKED` or `EXTENDED` of `tunecompile.ops.frozen_weights.WeightLayout`.
+            of `tunecompile.ops.frozen_weights`.
         biases: [N_i] each, or empty.
         a: A_i, [r_i, K], any floating dtype.
         b: B_i, [N_i, r_i], any floating dtype.

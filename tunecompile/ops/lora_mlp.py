@@ -100,7 +100,7 @@ def lora_mlp(
     Args:
         x: [..., K], any floating dtype; T tokens in all.
         weights: dense ones, [F, K], [F, K] and [K', F], or [2F, K] and [K', F], in x's dtype; or two matrices that
-            hold weights and adapters, of gate|up and of down (`tunecompile.ops.frozen_weights.WeightLayout`); or
+            hold weights and adapters, of gate|up and of down (`tunecompile.ops.frozen_weights`); or
             empty, where packed ones are given.
         packed: uint8, one a projection, or empty. This and absmax, code, scale, offset, blocksize and quant_type as for
             `tunecompile.ops.lora_nf4.lora_linear_nf4`.

@@ -183,7 +183,7 @@ def test_what_a_plan_is_made_from():
 
 def test_what_checkpointed_layers_may_take():
     """A share of what was free before the first layer of all; at the largest batch, which came or may come."""
-    kept = types.SimpleNamespace(bytes=0, moves=[])
+    kept = types.SimpleNamespace(bytes=0)
     memory = accounting([slot("a", trained(1))], gauge=Gauge(now=1000), kept=kept, checkpointed=True)
     memory.begin_layers(8)
     free = memory.allowed() - 1000
@@ -199,21 +199,18 @@ def test_what_checkpointed_layers_may_take():
 def test_recordings_and_kept_weights_are_held_by_layers():
     """Of recordings what is in tensors: the allocator does not count their scratch."""
     replays = FakeReplays(bytes=90, saved_bytes=lambda: 30, saving=lambda tokens: 2.5)
-    kept = types.SimpleNamespace(bytes=50, moves=[1])
+    kept = types.SimpleNamespace(bytes=50)
     layers = [slot("a", trained(1)), slot("a", trained(1)), slot("b", trained(1))]
     memory = accounting(layers, gauge=Gauge(now=1000), replays=replays, kept=kept)
-    memory.moving = {id("a"): 9}
     for _ in range(3):
         memory.begin_layers(8)
-    assert memory.present == 1000 - 30 and memory.moving == {} and memory.moves
+    assert memory.present == 1000 - 30
     replays.saved_bytes = lambda: 700  # the step records layers, or drops their recordings
-    memory.moving = {id(layers[0].region): 9}
-    assert memory.others() == 1000 + 2 * 9 - 30 - 50
+    assert memory.others() == 1000 - 30 - 50
     memory.present = 10
     assert memory.others() == 0
     made = memory.request(8, {}, Rates(1.0, 1.0), all_seen=True, first=False)
     assert made.keeps_weights and made.saving == 2.5 and made.records
-    assert not accounting().moves
 
 
 def test_recordings_know_what_the_host_spends_on_copies():

@@ -174,7 +174,7 @@ def test_layers_follow_their_users_checkpointing_as_long_as_nothing_is_known():
 
 def test_room_is_made_for_what_the_plan_leaves():
     done = []
-    kept = types.SimpleNamespace(bytes=0, moves=[], matrices=[1], release=lambda: done.append("release"))
+    kept = types.SimpleNamespace(bytes=0, matrices=[1], release=lambda: done.append("release"))
     replays = FakeReplays(forget=lambda: done.append("forget"))
     made = planner(TIGHT, kept=kept, replays=replays)
     made.offload = types.SimpleNamespace(ahead=None, begin_step=lambda: done.append("begin"), settle=lambda: None)

@@ -75,17 +75,6 @@ def test_a_survey_makes_the_plan_of_its_own_step(monkeypatch):
         assert made.surveys.called and all(made.surveys.called.values())
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_weights_that_move_count_from_the_step_of_their_survey_on(moves, monkeypatch):
-    made = planner(ROOMY, surveyed=False)
-    look, (region,) = looking(made), made.regions
-    made.memory.kept = SimpleNamespace(bytes=0, moves=moves, matrices=[])
-    monkeypatch.setattr(module, "growth", lambda graph: 7)
-    finding(monkeypatch, ROWS)
-    look(JOINT)
-    assert made.memory.moving == {region: 7 if moves else 0}
-
-
 def test_plans_of_batches_that_were_planned():
     """A layer outside of a step, say in a scoring pass, may follow what is known; larger batches have no plan."""
     made = planner(TIGHT)
@@ -125,7 +114,7 @@ def test_values_that_are_recomputed_have_the_names_of_their_region():
 def test_weights_are_weighed_where_they_may_stay_dequantised(kept, monkeypatch):
     made, asked = planner(TIGHT, surveyed=False), []
     look = looking(made)
-    made.memory.kept = SimpleNamespace(bytes=0, moves=False, matrices=[]) if kept else None
+    made.memory.kept = SimpleNamespace(bytes=0, matrices=[]) if kept else None
     found = RegionCandidates(ROWS, TOKENS, whole=True, passed=10)
     monkeypatch.setattr(
         module, "survey", lambda *given: asked.append(given) or SimpleNamespace(found=found, error=None)

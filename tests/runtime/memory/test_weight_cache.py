@@ -1,5 +1,6 @@
 """Frozen weights kept dequantised: the same gradients whatever happens to weights, adapters and the order of calls."""
 
+import copy
 import dataclasses
 import gc
 import weakref
@@ -24,7 +25,7 @@ from tunecompile.ops import lora_linear
 from tunecompile.runtime.memory.weight_cache import WeightCache
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 ROOMY = "4GiB"
 
@@ -267,3 +268,44 @@ def test_layers_of_another_list_run_between(monkeypatch):
     assert written == [0, 1, 0, 1]
     cache.enter(1, 0)  # by itself, behind an optimizer's step
     assert written[4:] == [0]
+
+
+class Patches(torch.nn.Module):
+    """Joins each four neighbours of n patches, [n, 32], as towers' mergers do: the width 128 is 32 * (n // (n // 4)) there."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(128, 64), torch.nn.Linear(64, 128)
+
+    def forward(self, hidden):
+        joined = (2 * hidden).view(-1, 128)
+        return hidden + self.down(torch.nn.functional.gelu(self.up(joined))).view(hidden.shape)
+
+
+class Tower(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Patches() for _ in range(2))
+
+    def forward(self, hidden):
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+@pytest.mark.slow
+def test_a_width_that_is_a_symbol_in_graphs_for_changing_sizes():
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
+    reference = peft.get_peft_model(zoo.quantize(Tower()), config).train()
+    model = tunecompile.optimize(copy.deepcopy(reference), memory=ROOMY, executor="eager")
+
+    def run(m, patches):
+        m.zero_grad()
+        loss = m(torch.randn(patches, 32, generator=torch.Generator().manual_seed(patches))).square().mean()
+        loss.backward()
+        return loss.detach(), gradients(m)
+
+    for patches in (12, 20, 32, 12):
+        assert_same_by_element(model, reference, lambda m: run(m, patches))
+    assert len(kept(model).matrices) == 4

@@ -15,15 +15,15 @@ RANK, ROWS, COLUMNS, BLOCK = 2, 4, 8, 8
 
 
 class Product:
-    """Two weights that are read together, with adapters: `[[W, scale B], [A, 0]]`, or `[W; A]` of dense ones.
+    """Two 4-bit weights that are read together, with adapters: `[[W, scale B], [A, 0]]`.
 
     Its inputs are those of a compiled graph: what the weights are made of, then A and B of each.
     """
 
     scales = (2.0, 0.5)
 
-    def __init__(self, dense: bool, seed: int = 0):
-        self.dense, self.generator = dense, torch.Generator().manual_seed(seed)
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
         made = [self._weight() for _ in range(2)]
         self.inputs, weights = [], []
         for parts in made:
@@ -33,16 +33,14 @@ class Product:
             self.inputs += tensors
             weights.append(tuple(next(places) if isinstance(part, Tensor) else (part,) for part in parts))
         begin = len(self.inputs)
-        shape = (2 * ROWS + 2 * RANK, COLUMNS if dense else COLUMNS + 2 * RANK)
+        shape = (2 * ROWS + 2 * RANK, COLUMNS + 2 * RANK)
         self.position = FusedWeightSlots(
             *(0, tuple(weights), (begin, begin + 1), (begin + 2, begin + 3)),
-            *(self.scales, shape, COLUMNS, torch.float32, dense),
+            *(self.scales, shape, COLUMNS, torch.float32),
         )
         self.inputs += self.adapters()
 
     def _weight(self) -> list:
-        if self.dense:
-            return [nn.Parameter(torch.randn(ROWS, COLUMNS, generator=self.generator), requires_grad=False)]
         packed = torch.randint(0, 256, (ROWS * COLUMNS // 2, 1), dtype=torch.uint8, generator=self.generator)
         absmax = torch.rand(ROWS * COLUMNS // BLOCK, generator=self.generator) + 0.5
         return [packed, absmax, None, None, None, ROWS, COLUMNS, BLOCK, "nf4", torch.float32]
@@ -61,11 +59,10 @@ class Product:
         for i, weight in enumerate(self.position.weights):
             parts = [self.inputs[part] if isinstance(part, int) else part[0] for part in weight]
             rows, a, b = slice(i * ROWS, (i + 1) * ROWS), self.inputs[i - 4], self.inputs[i - 2]
-            matrix[rows, :COLUMNS] = parts[0] if self.dense else dequantize_4bit.choose(parts).run(*parts)
+            matrix[rows, :COLUMNS] = dequantize_4bit.choose(parts).run(*parts)
             ranks = slice(i * RANK, (i + 1) * RANK)
             matrix[2 * ROWS :][ranks, :COLUMNS] = a
-            if not self.dense:
-                matrix[rows, COLUMNS:][:, ranks] = self.scales[i] * b
+            matrix[rows, COLUMNS:][:, ranks] = self.scales[i] * b
         return matrix
 
     def forward(self, cache: WeightCache) -> Tensor:
@@ -78,9 +75,9 @@ class Product:
         return torch.equal(self.forward(cache), self.expected())
 
 
-@pytest.fixture(params=[False, True], ids=["4-bit", "dense"])
-def product(request):
-    return Product(request.param)
+@pytest.fixture
+def product():
+    return Product()
 
 
 def test_a_matrix_holds_weights_and_adapters(product):
@@ -89,7 +86,7 @@ def test_a_matrix_holds_weights_and_adapters(product):
     cache.begin(0)
     assert product.right(cache)
     first = product.forward(cache)
-    assert cache.bytes == (0 if product.dense else first.nbytes)
+    assert cache.bytes == first.nbytes
     for _ in range(2):
         product.step()
         assert not product.right(cache), "the step has not begun"
@@ -160,33 +157,15 @@ def test_weights_that_are_written_to_are_read_again(product):
     product.inputs[0].data = product.inputs[0].data.clone()  # as .to(device) does
     assert product.right(cache)
     cache.begin(0)
-    assert product.right(cache) and len(cache.matrices) + len(cache.moved) == 1
+    assert product.right(cache) and len(cache.matrices) == 1
 
 
 def test_what_is_given_back_is_made_again(product):
-    """Dense weights have memory of their own again: a model that moves to another device takes them along."""
     cache = WeightCache()
-    assert product.right(cache)
-    cache.begin(0)
-    cache.move_out()
-    assert not cache.matrices and not cache.moved and not cache.writers
-    if product.dense:
-        weights = product.inputs[:2]
-        assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in weights)
     assert product.right(cache)
     cache.begin(0)
     cache.release()
     assert not cache.bytes and not cache.writers and product.right(cache)
-
-
-def test_weights_that_stand_elsewhere_are_not_moved_out(monkeypatch):
-    """They were replaced, and what has their name may be part of another matrix."""
-    cache, product, moved = WeightCache(), Product(dense=True), []
-    monkeypatch.setattr(weight_cache, "move_out", moved.append)
-    assert product.right(cache)
-    product.inputs[1].data = product.inputs[1].data.clone()
-    cache.move_out()
-    assert moved == [] and not cache.moved
 
 
 def test_adapters_without_memory_are_not_written(product):
@@ -196,7 +175,7 @@ def test_adapters_without_memory_are_not_written(product):
     cache.begin(0)
     product.inputs[-1].untyped_storage().resize_(0)
     cache.begin(0)
-    assert not cache.matrices and not cache.moved and not cache.writers[0].addresses
+    assert not cache.matrices and not cache.writers[0].addresses
 
 
 def test_a_stack_that_is_called_no_more_leaves_nothing_behind(product):
@@ -210,10 +189,10 @@ def test_a_stack_that_is_called_no_more_leaves_nothing_behind(product):
         part.data = part.data.clone()  # as .to(device) does
     cache.last[1] = 0  # the step has begun with another stack
     cache.begin(2)
-    assert len(cache.matrices) + len(cache.moved) == 1
+    assert len(cache.matrices) == 1
     cache.expect()
     cache.begin(1)
-    assert not cache.matrices and not cache.moved and list(cache.writers) == [1], "a writer holds the matrix's memory"
+    assert not cache.matrices and list(cache.writers) == [1], "a writer holds the matrix's memory"
 
 
 def test_a_backward_reads_the_adapters_of_its_forward(product):

@@ -1,9 +1,9 @@
 """Keys of Inductor's cache that are equal for equal graphs, wherever in memory their inputs lie.
 
 Of weights and of what a forward saves, a key tells the bytes of the storage, and where in it the tensor begins. Code
-depends on neither, but for whether it begins aligned. Yet weights move into one matrix at the first step
-(tunecompile/runtime/memory/weight_move.py). And where two sizes are symbols, a tensor from an op has `a*b*c` bytes, and
-one that torch's cache of fake results (or another process) made from its strides has `a*b*(c - 1) + a*b`.
+depends on neither, but for whether it begins aligned. Yet weights of equal layers may be parts of storages of several
+sizes, as engines hold them. And where two sizes are symbols, a tensor from an op has `a*b*c` bytes, and one that
+torch's cache of fake results (or another process) made from its strides has `a*b*(c - 1) + a*b`.
 """
 
 from __future__ import annotations

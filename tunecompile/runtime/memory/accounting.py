@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol, TypeVar
 
@@ -79,9 +79,6 @@ class MemoryAccounting:
     replays: GraphReplays | None = None
     kept: WeightCache | None = None
     present: int = 0  #: bytes allocated before the step's first layer, without recordings, which layers hold
-    moving: dict[int, int] = field(
-        default_factory=dict
-    )  #: by region, bytes that its dense weights take more from this step on
     surplus: int = 0  #: bytes by which steps exceeded what was predicted
     slack: int = 0  #: bytes the allocator held beside tensors at the peak
     checkpointed: bool = False  #: whether the budget is what checkpoints around all layers would need
@@ -110,7 +107,7 @@ class MemoryAccounting:
     def begin_layers(self, tokens: int) -> None:
         """Before the first layer of a step on so many tokens."""
         self.recordings.begin(tokens)
-        self.present, self.moving = self.gauge.allocated() - self.recordings.saved, {}
+        self.present = self.gauge.allocated() - self.recordings.saved
         self.most = max(self.most, tokens)
         self.free = self.allowed() - self.others() if self.free is None else self.free
 
@@ -148,8 +145,7 @@ class MemoryAccounting:
 
         Recordings that the step itself made or dropped do not change that.
         """
-        moving = sum(self.moving.get(id(slot.region), 0) for slot in self.layers)
-        return max(0, self.present + moving - (self.kept.bytes if self.kept is not None else 0))
+        return max(0, self.present - (self.kept.bytes if self.kept is not None else 0))
 
     def tail(self, tokens: int) -> int:
         """Bytes that head and loss need beside what the layers hold."""
@@ -192,11 +188,6 @@ class MemoryAccounting:
     def bounds_all(self) -> bool:
         """Whether it bounds all that the device holds. (On a CPU it bounds what layers hold.)"""
         return self.device.type == "cuda"
-
-    @property
-    def moves(self) -> bool:
-        """Whether dense weights move into matrices with their adapters."""
-        return self.kept is not None and bool(self.kept.moves)
 
     def overflowed(self) -> bool:
         """Whether allocations failed on the device since this was last asked."""

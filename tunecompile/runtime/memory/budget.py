@@ -17,7 +17,6 @@ import torch
 
 from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.survey import Surveys, survey
-from tunecompile.compiler.weight_layout import growth
 from tunecompile.notes import Note, note
 from tunecompile.planner import candidates
 from tunecompile.planner.cost_model import beside_layers
@@ -165,7 +164,6 @@ class RuntimePlanner:
         region, before = id(slot.region), self.surveys.candidates.get(id(slot.region))
         found = error = None
         try:
-            self.memory.moving[region] = growth(joint.graph) if self.memory.moves else 0
             request = self._request(self.progress.tokens)
             stages, weighs = candidates.candidate_stages(joint.graph), self.memory.kept is not None
             result = survey(joint, self.progress.tokens, stages, partial(self._is_enough, request, region), weighs)

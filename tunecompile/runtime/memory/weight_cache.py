@@ -1,16 +1,13 @@
-"""Frozen weights in one matrix with their adapters.
-
-4-bit weights stay dequantised there, where a budget leaves room for that. Dense weights move in (weight_move.py).
+"""Frozen 4-bit weights that stay dequantised, in one matrix with their adapters, where a budget leaves room for that.
 
 Each matrix product of adapted linears gets one matrix, [[W, scale B], [A, 0]]. The forward pass multiplies by its upper
 part, the backward pass by its left part. W is written once. A and B change at every optimizer step, so those of a list
 of layers are written before its first layer, all in one launch. The compiled graphs take the matrix in the place of the
-first weight that it holds. The matrix of dense weights is [W; A].
+first weight that it holds.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -24,7 +21,6 @@ from tunecompile._torch.autograd import in_backward, plain_tensors
 from tunecompile.compiler.weight_layout import FusedWeightSlots
 from tunecompile.ir.op import has_triton
 from tunecompile.ops.nf4 import dequantize_4bit
-from tunecompile.runtime.memory.weight_move import matrix_of, move_in, move_out, stand
 
 Run = Callable[[list], Sequence[Any]]
 
@@ -74,8 +70,7 @@ class FusedWeight:
         for a, b, scale in zip(self.a, self.b, self.scales):
             rank = a.shape[0]
             below = height + column - self.columns
-            if target.shape[1] > self.columns:
-                found.append((b.detach(), target[row : row + b.shape[0], column : column + rank], scale))
+            found.append((b.detach(), target[row : row + b.shape[0], column : column + rank], scale))
             found.append((a.detach(), target[below : below + rank, : self.columns], 1.0))
             row, column = row + b.shape[0], column + rank
         return found
@@ -92,8 +87,7 @@ class Writer:
 class WeightCache:
     """All matrices of one model."""
 
-    def __init__(self, moves: bool | None = None) -> None:
-        self.moves = moves  #: whether dense weights may move; None as long as that is not known
+    def __init__(self) -> None:
         #: place of the layer of each stack that ran last; above all places before a step. Layers of one stack may be
         #: called between those of another (mergers in a tower)
         self.last: dict[int, int] = {}
@@ -101,9 +95,6 @@ class WeightCache:
         self.matrices: dict[
             tuple, Tensor
         ] = {}  #: by their weights' addresses, shape and dtype (adapters differ in targets and rank)
-        self.moved: dict[
-            tuple, FusedWeight
-        ] = {}  #: of dense weights, which alone hold their memory: they may be moved to another device
         self.writers: dict[int, Writer] = {}  #: by stack
 
     @property
@@ -115,14 +106,6 @@ class WeightCache:
         """Drop all matrices. A pending backward keeps those that it needs."""
         self.matrices.clear()
         self.writers.clear()
-
-    def move_out(self) -> None:
-        """Give dense weights memory of their own again."""
-        for key, matrix in self.moved.items():
-            for weight in [ref() for ref in matrix.weights] if _stands(key, matrix) else []:
-                move_out(weight)
-        self.moved.clear()
-        self.release()
 
     def expect(self) -> None:
         """A step begins."""
@@ -136,23 +119,19 @@ class WeightCache:
 
     def begin(self, stack: int) -> None:
         """Before a stack's first layer: write adapters. Optimizers step, some without autograd's version counters."""
-        if not self.matrices and not self.moved:
+        if not self.matrices:
             return
         with plain_tensors():  # 4-bit parameters would answer each question in Python
             held = self._standing_of(stack, self.last)
-            addresses = [address for *_, adapters in held for address in adapters]
+            addresses = [address for _, adapters in held for address in adapters]
             known = self.writers.get(stack)
             if known is None or addresses != known.addresses:
-                pieces = []
-                for shape, values, matrix, _ in held:
-                    pieces += matrix.pieces(matrix_of(shape, matrix.weights[0]()) if values is None else values)
+                pieces = [piece for values, _ in held for piece in values._matrix.pieces(values)]
                 known = self.writers[stack] = Writer(writer(pieces), addresses)
             known.write()
 
-    def _standing_of(
-        self, stack: int, ran: Collection[int]
-    ) -> list[tuple[tuple, Tensor | None, FusedWeight, list[int]]]:
-        """(shape, values, matrix, its adapters' addresses) of a stack's matrices.
+    def _standing_of(self, stack: int, ran: Collection[int]) -> list[tuple[Tensor, list[int]]]:
+        """A stack's matrices, with their adapters' addresses.
 
         Those whose weights were replaced or moved, or whose adapters lost their memory, are dropped; those of other
         stacks, too, before the first one of a step.
@@ -161,18 +140,17 @@ class WeightCache:
             ran: stacks of the step.
         """
         held = []
-        for found in (self.matrices, self.moved):
-            for key, values in list(found.items()):
-                matrix, mine = (values, None) if found is self.moved else (values._matrix, values)
-                of_stack = matrix.stack in (stack, None)
-                if not of_stack and ran:
-                    continue
-                adapters = [adapter.data_ptr() for adapter in (*matrix.a, *matrix.b)]
-                if not all(adapters) or not (_stands if mine is None else _at)(key, matrix):
-                    del found[key]
-                    self.writers.clear()
-                elif of_stack:
-                    held.append((key[1], mine, matrix, adapters))
+        for key, values in list(self.matrices.items()):
+            matrix = values._matrix
+            of_stack = matrix.stack in (stack, None)
+            if not of_stack and ran:
+                continue
+            adapters = [adapter.data_ptr() for adapter in (*matrix.a, *matrix.b)]
+            if not all(adapters) or not _at(key, matrix):
+                del self.matrices[key]
+                self.writers.clear()
+            elif of_stack:
+                held.append((values, adapters))
         return held
 
     def forward(self, run: Run, positions: Sequence[FusedWeightSlots]) -> Run:
@@ -201,7 +179,7 @@ class WeightCache:
 
     def _values(self, position: FusedWeightSlots, inputs: list) -> Tensor:
         weights = [inputs[weight[0]] for weight in position.weights]
-        values = self._standing(position, weights) if position.dense else self._dequantized(position, inputs, weights)
+        values = self._dequantized(position, inputs, weights)
         if _adapt(values, position, inputs):
             self.writers.clear()
         if values._matrix.stack not in (self.stack, None):  # shared weights
@@ -227,29 +205,12 @@ class WeightCache:
         values._matrix.stack = self.stack
         return values
 
-    def _standing(self, position: FusedWeightSlots, weights: list[Tensor]) -> Tensor:
-        matrix = self.moved.get(_key(position, weights))
-        if not stand(weights, position.shape):
-            move_in(weights, position.shape)
-            matrix = None
-        if matrix is None:
-            matrix = self.moved[_key(position, weights)] = FusedWeight(weights, position.columns)
-            matrix.stack = self.stack
-        values = matrix_of(position.shape, weights[0])
-        values._matrix = matrix
-        return values
-
 
 def _at(key: tuple, matrix: FusedWeight) -> bool:
     """Whether no weight moved."""
     return all(
         (weight := ref()) is not None and weight.data_ptr() == address for ref, address in zip(matrix.weights, key[0])
     )
-
-
-def _stands(key: tuple, matrix: FusedWeight) -> bool:
-    """Whether dense weights are still in their matrix."""
-    return _at(key, matrix) and matrix.weights[0]().untyped_storage().nbytes() == math.prod(key[1]) * key[3].itemsize
 
 
 def _key(position: FusedWeightSlots, weights: Sequence[Tensor]) -> tuple:

@@ -1,7 +1,6 @@
 """The features of an optimized model, one file each. A feature is a file here and a line of `PARTS`."""
 
 from tunecompile.runtime.parts.checkpointing import Checkpointing
-from tunecompile.runtime.parts.dense_weights import DenseWeights
 from tunecompile.runtime.parts.first_step import FirstStepCheck
 from tunecompile.runtime.parts.fused_head import FusedHead
 from tunecompile.runtime.parts.host_embedding import HostEmbedding
@@ -30,7 +29,6 @@ PARTS = (
     Checkpointing,
     LossHead,  # its module may have changed: before a budget counts it
     FusedHead,
-    DenseWeights,
     MemoryBudget,
     GrowingSegments,  # where no budget is
     Rollouts,
@@ -40,7 +38,6 @@ PARTS = (
 __all__ = [
     "PARTS",
     "Checkpointing",
-    "DenseWeights",
     "FirstStepCheck",
     "FusedHead",
     "GrowingSegments",

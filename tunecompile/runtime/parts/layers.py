@@ -94,6 +94,9 @@ class Layers(Part):
         fill(state.model, slot)
         state.slots.append(slot)
 
+    def before_step(self, state: State, call: ModelCall) -> None:
+        state.kept.expect()
+
     def follow(self, state: State, slots: Sequence[LayerSlot]) -> None:
         """Modules inside layers may have come, gone, or got hooks, and their classes other methods."""
         self.leftovers.collect(sum(region.effort.seconds for region in state.regions))
@@ -117,6 +120,7 @@ class Layers(Part):
             slot.release()
         self.entries.clear()
         state.replays.forget()  # Dynamo keeps compiled graphs, and so their recordings: gigabytes beside the next model
+        state.kept.release()
 
 
 def _region(state: State, name: str) -> Region:
