@@ -1,4 +1,4 @@
-"""Small copies of graphs for drawings: names, shapes and the model's source lines, without tensors, weights or symbols.
+"""Small copies of graphs for `explain`: names, shapes and lines of the model, without tensors, weights or symbols.
 
 Of each compiled graph one is kept from before recognition and one from after it: some ten kilobytes, made in a few
 milliseconds.
@@ -74,7 +74,7 @@ def snapshot(graph: Graph, given: dict[str, set[str]] | None = None) -> GraphSna
         given: for each new node the nodes whose place it took (`replacements`).
 
     Returns:
-        The copy; None if the graph cannot be read, which costs a drawing and not the training.
+        The copy; None if the graph cannot be read, which costs its rows in `explain` and not the training.
     """
     try:
         return GraphSnapshot(tuple(_boxes(graph, given or {})))

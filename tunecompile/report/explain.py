@@ -5,46 +5,49 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from tunecompile.compiler.graph_dump import describe_change
-from tunecompile.compiler.graph_snapshot import GraphSnapshot
+from tunecompile.compiler.graph_snapshot import Box, GraphSnapshot
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.errors import MissingExtra
 from tunecompile.notes import Note
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import plan_lines
-from tunecompile.report.graph_layout import Drawing, side_by_side
 from tunecompile.report.html import make_environment
 from tunecompile.report.report import RegionReport, saved_bytes, summarize
 from tunecompile.runtime.layers.region import contexts_of
 from tunecompile.runtime.model_state import State, state_of
 
-COLOURS = ("#60a5fa", "#34d399", "#fbbf24", "#c084fc", "#f472b6", "#22d3ee", "#fb923c", "#a3e635", "#818cf8", "#2dd4bf")
+
+@dataclass(frozen=True)
+class Row:
+    """What stands in the place of what."""
+
+    before: tuple[Box, ...]  #: of the graph as the model computes it
+    after: Box | None  #: None where nothing does
 
 
 @dataclass(frozen=True)
-class Picture:
-    """Drawings of one graph before and after recognition, at one scale."""
+class Comparison:
+    """One graph before and after recognition, in the order in which it runs."""
 
-    before: Drawing
-    after: Drawing
+    rows: list[Row]
     calls: tuple[int, int]
     counts: dict[str, int]  #: number of ops, by label
-    colours: dict[str, str]  #: colour of each label
-    tints: dict[str, str]  #: colour of each box that an op replaced, by the name of the box
+    missed: dict[str, str]  #: why boxes were not rewritten that look like a part of an op, by their names
 
 
 def explain(model: nn.Module, path: str | Path = "explain.html") -> Path:
     """Write the report of `model` as a page, with the graph of one layer of each kind before and after recognition.
 
-    Pointing at an operation shows its shape, its dtype and the line of the model that it comes from; at an op, also the
-    operations that it replaced. A near miss, an operation that looks like part of an op but is not, is red in both
-    drawings, with what was expected and what was found.
+    Operations stand in the order in which they run, with shape, dtype and the line of the model that they come from.
+    Beside each op are those that it replaced. A near miss, an operation that looks like part of an op but is not, is
+    red, with what was expected and what was found.
 
     Args:
         model: a model that was given to `optimize`. The first training step fills the page, as it fills the report.
@@ -112,7 +115,7 @@ def about(context: Context, layers: int) -> dict[str, Any]:
     """The variables of one graph's section."""
     saved = saved_bytes(context.saved)
     return {
-        "picture": picture(context.before, context.after) if context.before and context.after else None,
+        "comparison": compare(context.before, context.after) if context.before and context.after else None,
         "matches": context.tallies,
         "cached": cached(context),
         "saved": f"{shown(saved)} saved for the backward pass a layer, {shown(saved * layers)} in all" if saved else "",
@@ -125,16 +128,42 @@ def about(context: Context, layers: int) -> dict[str, Any]:
     }
 
 
-def picture(first: GraphSnapshot, recognised: GraphSnapshot) -> Picture:
-    """Draw a graph before and after recognition; near misses, which recognition finds, are marked in both drawings."""
-    missed = {box.name: box.missed for box in recognised.boxes}
-    marked = GraphSnapshot(tuple(replace(box, missed=missed.get(box.name, "")) for box in first.boxes))
-    before, after = side_by_side(marked, recognised)
-    ops = [placed for placed in after.boxes if placed.box.kind == "op"]
-    counts = Counter(placed.box.label for placed in ops)
-    colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(counts)}
-    tints = {name: colours[placed.box.label] for placed in ops for name in placed.replaces}
-    return Picture(before, after, (first.calls, recognised.calls), dict(counts), colours, tints)
+def compare(before: GraphSnapshot, after: GraphSnapshot) -> Comparison:
+    """Put each operation of a graph beside those of the graph before recognition that it took the place of."""
+    old, took = {box.name: box for box in before.boxes}, replaced(before, after)
+    ops = {name for box in after.boxes if box.kind == "op" for name in took.get(box.name, ())}
+    rows = [
+        Row(tuple(old[name] for name in took.get(box.name, (box.name,)) if box.kind == "op" or name not in ops), box)
+        for box in after.boxes
+    ]
+    known = {box.name for row in rows for box in row.before}
+    if gone := tuple(box for box in before.boxes if box.name not in known):
+        rows.append(Row(gone, None))
+    counts = Counter(box.label for box in after.boxes if box.kind == "op")
+    missed = {box.name: box.missed for box in after.boxes if box.missed}  # recognition finds them
+    return Comparison(rows, (before.calls, after.calls), dict(counts), missed)
+
+
+def replaced(before: GraphSnapshot, after: GraphSnapshot) -> dict[str, tuple[str, ...]]:
+    """For each new box of `after`, the boxes of `before` that it replaces.
+
+    These are the removed boxes on the way from the values that the new box computes back to values that `after` has.
+    """
+    old, new = ({box.name: box for box in graph.boxes} for graph in (before, after))
+    there = {name for box in after.boxes for name in (box.name, *box.gives)}
+    found: dict[str, tuple[str, ...]] = {}
+    for box in reversed(after.boxes):
+        if box.name in old:
+            continue
+        pending, seen = [name for name in box.gives if name in old and name not in new], set()
+        while pending:
+            name = pending.pop()
+            seen.add(name)
+            pending += [n for n in old[name].inputs if n not in seen and n not in there]
+        if not seen:  # several views of one result are behind it: take those of its readers
+            seen = {name for user in after.boxes if box.name in user.inputs for name in found.get(user.name, ())}
+        found[box.name] = tuple(name for name in old if name in seen and name not in new)
+    return found
 
 
 def cached(context: Context) -> str:
@@ -145,7 +174,7 @@ def cached(context: Context) -> str:
     return (
         f"The code of this graph came from torch's caches, so the passes of {' and '.join(left_out)} did not run: "
         f"{'providers, saved bytes and ' if 'plan' in left_out else ''}the changes of these passes are not known. "
-        "The drawings are from this run. "
+        "The graphs are from this run. "
         "TUNECOMPILE_DUMP=folder, or TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, compiles without these caches."
     )
 
