@@ -41,20 +41,16 @@ def saved(machine, tmp_path):
     for name, content in {**FILES, "inductor/locks/a.lock": b"", "inductor/tunecompile/turns/x": b""}.items():
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_bytes(content)
-    made = cache_archive.save(tmp_path / "out" / "caches.zip")
+    path = tmp_path / "out" / "caches.zip"
+    made = cache_archive.save(path)
     assert made.files == len(FILES) and made.size == sum(map(len, FILES.values()))
     machine("second")
-    return made.path, made.digest
+    return path, made.digest
 
 
 def written(path, contents, **changes):
     """An archive with a right manifest, except for `changes`; and its sum."""
-    manifest = {
-        "format": cache_archive.FORMAT,
-        "made_by": cache_archive.describe(False),
-        "files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
-        **changes,
-    }
+    manifest = {"made_by": cache_archive.describe(False), **changes}
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in contents.items():
             archive.writestr(name, content)
@@ -113,26 +109,34 @@ def test_other_versions_and_gpus_are_refused(key, tmp_path, machine):
 
 
 @pytest.mark.parametrize(
-    "name", ["inductor/../../escaped", "/inductor/x", "inductor", "other/x", "inductor/a\\..\\b", "inductor/C:x"]
+    "name, place",
+    [
+        ("inductor/../../escaped", "inductor/escaped"),
+        ("inductor/a/../../../../b", "inductor/a/b"),
+        ("/inductor/x", None),
+        ("inductor", None),
+        ("other/x", None),
+        ("../inductor/x", None),
+    ],
 )
-def test_no_file_leaves_its_folder(name, tmp_path, machine):
+def test_no_file_leaves_its_folder(name, place, tmp_path, machine):
     machine("second")
-    with pytest.raises(NotACache, match="it has a file"):
-        cache_archive.load(*written(tmp_path / "file", {name: b"x"}))
-    assert [*files_in(tmp_path)] == ["file"]
+    cache_archive.load(*written(tmp_path / "file", {name: b"x"}))
+    assert sorted(files_in(tmp_path)) == sorted(["file", *[f"second/{place}"] * (place is not None)])
 
 
 def test_damaged_archives(tmp_path, machine):
     machine("second")
-    for changes, reason in (
-        ({"files": {"inductor/x": "0" * 64}}, "damaged"),
-        ({"files": {"inductor/y": "0" * 64}}, "no inductor/y"),
-        ({"format": 99}, "format 99"),
-        ({"made_by": None}, "manifest"),
-        ({"files": ["inductor/x"]}, "manifest"),
-    ):
-        with pytest.raises(NotACache, match=reason):
-            cache_archive.load(*written(tmp_path / "file", {"inductor/x": b"x"}, **changes))
+    for made_by in (None, 3, "text"):
+        with pytest.raises(NotACache):
+            cache_archive.load(*written(tmp_path / "file", {"inductor/x": b"x"}, made_by=made_by))
+    content = (
+        written(tmp_path / "file", {"inductor/x": b"some bytes"})[0].read_bytes().replace(b"some bytes", b"others")
+    )
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(NotACache):
+        cache_archive.load(tmp_path / "file", hashlib.sha256(content).hexdigest())
+    assert [*files_in(tmp_path)] == ["file"]
 
 
 def test_empty_caches(machine, tmp_path):
@@ -191,5 +195,5 @@ def test_code_of_one_machine_runs_on_the_next(machine, tmp_path):
     assert misses
     made = cache_archive.save(tmp_path / "file")
     machine("second")
-    cache_archive.load(made.path, made.digest)
+    cache_archive.load(tmp_path / "file", made.digest)
     assert step()[0] == 0

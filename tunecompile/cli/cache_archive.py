@@ -1,5 +1,8 @@
 """Compiled code and measured choices in one file, for other machines of the same kind: `tunecompile cache`.
 
+torch's own (`torch.compiler.save_cache_artifacts`) is made inside a process, of what that compiled or read from a
+cache. This file is made from outside, of all that runs left in the folders, with the measured choices beside it.
+
 torch unpickles and runs what lies in its cache folders, so a file is taken only with the SHA-256 that whoever saved it
 tells. What it was made by (versions, the source of this package, GPU) has to be what is here. Nothing of it is
 unpickled or run while it is loaded.
@@ -7,8 +10,10 @@ unpickled or run while it is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -17,8 +22,8 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,17 +33,14 @@ from tunecompile.compiler.compile_cache import make_private
 from tunecompile.compiler.partitioner import source_hash
 from tunecompile.errors import CacheDiffers, NotACache, NothingToSave, WrongCache
 
-FORMAT = 1  #: of the file
 MANIFEST = "manifest.json"
 LEFT_OUT = ("locks", "turns")  #: folders of a process's moment
-BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Archive:
     """What was saved or loaded."""
 
-    path: Path
     digest: str  #: SHA-256 of the file
     files: int
     size: int  #: bytes of these files
@@ -83,27 +85,15 @@ def save(path: Path) -> Archive:
     if not found:
         raise NothingToSave(folders=", ".join(map(str, roots().values())))
     native = any(name.endswith(".so") and name.startswith("inductor/") and "/triton/" not in name for name in found)
-    files: dict[str, str] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
-    size = 0
-    try:
-        with os.fdopen(handle, "wb") as out, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, file in found.items():
-                try:
-                    content = file.read_bytes()
-                except FileNotFoundError:  # another process writes there
-                    continue
-                files[name] = hashlib.sha256(content).hexdigest()
-                archive.writestr(name, content)
-                size += len(content)
-            manifest = {"format": FORMAT, "made_by": describe(native), "files": files}
-            archive.writestr(MANIFEST, json.dumps(manifest, indent=1))
-        os.replace(draft, path)
-    finally:
-        Path(draft).unlink(missing_ok=True)
-    with _opened(path) as file:
-        return Archive(path, _digest(file), len(files), size)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+        for name, file in found.items():
+            with contextlib.suppress(FileNotFoundError):  # another process writes there
+                archive.write(file, name)
+        files = archive.infolist()
+        made = len(files), sum(each.file_size for each in files)
+        archive.writestr(MANIFEST, json.dumps({"made_by": describe(native)}))
+    return Archive(_digest(path.read_bytes()), *made)
 
 
 def load(path: Path, digest: str) -> Archive:
@@ -118,46 +108,56 @@ def load(path: Path, digest: str) -> Archive:
         NotACache: it is no archive of `save`.
         CacheDiffers: its code was made by other versions, or for another GPU.
     """
-    places = roots()
-    with _opened(path) as file:
-        found = _digest(file)
-        if found != digest.strip().lower():
-            raise WrongCache(path=path, found=found, expected=digest)
-        archive = _archive(path, file)  # of the same open file, which another one may have replaced since
-        manifest = _manifest(path, archive)
-        _compare(path, manifest["made_by"])
-        targets = {name: _target(path, name, places) for name in manifest["files"]}
-        size = kept = 0
-        for name, target in targets.items():
-            content = _content(path, archive, name)
-            if hashlib.sha256(content).hexdigest() != manifest["files"][name]:
-                raise NotACache(path=path, reason=f"{name} is damaged")
-            size += len(content)
-            kept += not _place(content, target)
-    return Archive(path, found, len(targets), size, kept)
-
-
-def _opened(path: Path) -> IO[bytes]:
     try:
-        return path.open("rb")
+        content = path.read_bytes()  # once: another file may take its place
     except OSError as error:
         raise NotACache(path=path, reason=error.strerror or "it cannot be read") from None
+    if (found := _digest(content)) != digest.strip().lower():
+        raise WrongCache(path=path, found=found, expected=digest)
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            _compare(path, dict(json.loads(archive.read(MANIFEST))["made_by"]))
+            # Inductor may keep Triton's folder inside its own here, where it did not there
+            placed = [_place(archive, root, folder) for root, folder in {"triton": triton_cache(), **roots()}.items()]
+    except (zipfile.BadZipFile, KeyError, ValueError, TypeError) as error:
+        raise NotACache(path=path, reason=str(error)) from None
+    files, size, kept = map(sum, zip(*placed))
+    return Archive(found, files, size, kept)
 
 
-def _digest(file: IO[bytes]) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(BLOCK):
-        digest.update(block)
-    file.seek(0)
-    return digest.hexdigest()
+def _place(archive: zipfile.ZipFile, root: str, folder: Path) -> tuple[int, int, int]:
+    """Move an archive's files of one root into its folder, each whole or not at all, and none to another place.
+
+    Returns:
+        How many there are, their bytes, and how many were there.
+    """
+    members = [each for each in archive.infolist() if each.filename.startswith(f"{root}/")]
+    if not members:
+        return 0, 0, 0
+    kept = 0
+    make_private(folder)
+    with tempfile.TemporaryDirectory(dir=folder) as draft:
+        archive.extractall(draft, members)  # which drops what leads out of a folder from names
+        made = Path(draft, root)
+        for file in [file for file in made.rglob("*") if file.is_file()]:
+            target = folder / file.relative_to(made)
+            if target.exists():
+                kept += 1
+                continue
+            make_private(target.parent)
+            os.replace(file, target)
+    return len(members), sum(each.file_size for each in members), kept
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     for where, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
-        for name in names:
-            file = Path(where, name)
-            if not name.endswith((".lock", ".tmp")) and file.is_file():
+        for file in [Path(where, name) for name in names if not name.endswith((".lock", ".tmp"))]:
+            if file.is_file():
                 yield file.relative_to(folder).as_posix(), file
 
 
@@ -169,32 +169,6 @@ def _cpu() -> str:
     except (OSError, StopIteration):
         flags = platform.processor()
     return f"{torch.backends.cpu.get_cpu_capability()}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
-
-
-def _archive(path: Path, file: IO[bytes]) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(file)
-    except zipfile.BadZipFile:
-        raise NotACache(path=path, reason="it is no zip file") from None
-
-
-def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
-    try:
-        manifest = json.loads(archive.read(MANIFEST))
-        known = manifest["format"] == FORMAT
-        manifest["made_by"]["torch"], manifest["files"].items()
-    except (KeyError, ValueError, TypeError, AttributeError):
-        raise NotACache(path=path, reason=f"it has no {MANIFEST} of one") from None
-    if not known:
-        raise NotACache(path=path, reason=f"it has the format {manifest['format']}, and this version reads {FORMAT}")
-    return manifest
-
-
-def _content(path: Path, archive: zipfile.ZipFile, name: str) -> bytes:
-    try:
-        return archive.read(name)
-    except (KeyError, zipfile.BadZipFile):
-        raise NotACache(path=path, reason=f"it has no {name}, or a damaged one") from None
 
 
 def _compare(path: Path, made_by: dict[str, Any]) -> None:
@@ -210,25 +184,3 @@ def _compare(path: Path, made_by: dict[str, Any]) -> None:
 
 def _shown(value: Any) -> str:
     return (", ".join(map(str, value)) if isinstance(value, list) else str(value or "")) or "none"
-
-
-def _target(path: Path, name: str, places: dict[str, Path]) -> Path:
-    """Where a file of an archive goes: below the folder of its root."""
-    root, *parts = PurePosixPath(name).parts or ("",)
-    if root == "triton" and root not in places:  # which Inductor keeps inside its own folder here
-        places = {**places, root: triton_cache()}
-    if root not in places or not parts or any(part == ".." or set(part) & set('\\:"') for part in parts):
-        raise NotACache(path=path, reason=f"it has a file {name!r}")
-    return places[root].joinpath(*parts)
-
-
-def _place(content: bytes, target: Path) -> bool:
-    """Write a file whole or not at all. Whether it was not there."""
-    if target.exists():
-        return False
-    make_private(target.parent)
-    handle, draft = tempfile.mkstemp(dir=target.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    os.replace(draft, target)
-    return True
