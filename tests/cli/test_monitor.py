@@ -51,10 +51,8 @@ def build(**options):
 
 
 def told(**changes):
-    pid = changes.get("pid", os.getpid())
     plain = telemetry_files.Status(
-        pid=pid,
-        born=telemetry_files.born(pid),
+        pid=os.getpid(),
         updated=time.time(),
         model="LlamaForCausalLM",
         device="cuda:0",
@@ -169,10 +167,9 @@ def test_what_dead_processes_left_is_removed():
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     telemetry_files.write(told(), f"{os.getpid()}-a.json")
-    telemetry_files.write(told(pid=dead.pid, born=None), f"{dead.pid}-a.json")
-    telemetry_files.write(told(born=1), f"{os.getpid()}-b.json")  # its number went to another process
-    telemetry_files.write(told(pid=1), f"{os.getpid()}-c.json")
-    for name in (f"{os.getpid()}-d.json", f"{dead.pid}-e.tmp", f"{os.getpid()}-f.tmp", "other"):
+    telemetry_files.write(told(pid=dead.pid), f"{dead.pid}-a.json")
+    telemetry_files.write(told(updated=1e9), f"{os.getpid()}-b.json")  # its number went to another process
+    for name in (f"{os.getpid()}-d.json", f"{os.getpid()}-f.tmp", "other"):
         (telemetry_files.folder() / name).write_text("{")
     assert [found.steps for found in telemetry_files.read_all()] == [1234]
     assert {path.name for path in telemetry_files.folder().iterdir()} == {

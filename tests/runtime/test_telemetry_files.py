@@ -1,14 +1,17 @@
 """Which files of a monitor's folder are read, and in which order."""
 
 import os
+import subprocess
+import sys
 import tempfile
+import time
 from dataclasses import fields
 
 import pytest
 
 from tunecompile.errors import UnsafeFolder
 from tunecompile.runtime import telemetry_files
-from tunecompile.runtime.telemetry_files import ASKED, Status, born, folder, lives, read_all, write
+from tunecompile.runtime.telemetry_files import ASKED, Status, folder, lives, read_all, write
 
 #: numbers whose order as words is another one
 FEWER, MORE = 9, 10
@@ -17,12 +20,12 @@ FEWER, MORE = 9, 10
 @pytest.fixture(autouse=True)
 def all_live(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(telemetry_files, "lives", lambda pid, since=None: pid in (FEWER, MORE) and since in (None, 1))
+    monkeypatch.setattr(telemetry_files, "lives", lambda status: status.pid in (FEWER, MORE))
     telemetry_files.ask()
 
 
-def status(pid, model="", since=1):
-    return Status(**{**{each.name: None for each in fields(Status)}, "pid": pid, "born": since, "model": model})
+def status(pid, model="", updated=0.0):
+    return Status(**{**{each.name: None for each in fields(Status)}, "pid": pid, "updated": updated, "model": model})
 
 
 def test_they_are_in_the_order_of_numbers_and_models():
@@ -32,14 +35,11 @@ def test_they_are_in_the_order_of_numbers_and_models():
     assert [(found.pid, found.model) for found in read_all()] == [(FEWER, "B"), (FEWER, "C"), (MORE, "A")]
 
 
-def test_what_living_processes_did_not_write_is_removed():
-    """A file of a dead process, of another's number, of a process that began at another time, and what is no status."""
+def test_what_no_living_process_wrote_is_removed():
     kept = [f"{FEWER}-a.json", f"{MORE}-b.tmp", "other", ASKED]
     write(status(FEWER), kept[0])
     write(status(7), "7-a.json")
-    write(status(MORE), f"{FEWER}-b.json")
-    write(status(FEWER, since=2), f"{FEWER}-c.json")
-    for name in (*kept[1:3], f"{FEWER}-d.json", "7-e.tmp"):
+    for name in (*kept[1:3], f"{FEWER}-d.json"):
         (folder() / name).write_text("{")
     assert read_all() == [status(FEWER)]
     assert sorted(path.name for path in folder().iterdir()) == sorted(kept)
@@ -66,5 +66,9 @@ def test_without_a_folder_nothing_was_written():
 
 
 def test_a_process_is_known_by_its_beginning():
-    assert lives(os.getpid()) and not lives(2**22 + 1), "no system counts so far"
-    assert lives(os.getpid(), born(os.getpid())) and not lives(os.getpid(), -1)
+    assert lives(status(os.getpid(), updated=time.time())) and not lives(status(os.getpid(), updated=1e9))
+    assert not lives(status(2**22 + 1, updated=time.time())), "no system counts so far"
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+    assert not lives(status(dead.pid, updated=time.time())), "it has ended, and nobody has collected it"
+    dead.wait()

@@ -79,10 +79,9 @@ class Telemetry:
 
     def status(self) -> telemetry_files.Status:
         """All figures now."""
-        pid, rank = os.getpid(), os.environ.get("RANK", "")
+        rank = os.environ.get("RANK", "")
         return telemetry_files.Status(
-            pid=pid,
-            born=telemetry_files.born(pid),
+            pid=os.getpid(),
             updated=time.time(),
             rank=int(rank) if rank.isdigit() else None,
             steps=self.steps,

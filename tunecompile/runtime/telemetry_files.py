@@ -11,19 +11,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import stat
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tunecompile.errors import UnsafeFolder
 
 ASKED = "asked"
 PATIENCE = 15.0  #: seconds for which a monitor's asking holds
-_NAME = re.compile(r"(\d+)-[0-9a-f]+\.(json|tmp)")
-_LARGEST = 1 << 16  #: bytes of a file that is read at all
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,6 @@ class Status:
     """
 
     pid: int
-    born: int | None  #: when the process began, in the system's own count: another process may get its number
     updated: float
     model: str
     device: str
@@ -107,11 +103,9 @@ def read_all() -> list[Status]:
     if not safe(folder()):
         raise UnsafeFolder(path=folder())
     found = []
-    for path in sorted(folder().iterdir()):
-        if (named := _NAME.fullmatch(path.name)) is None or (named[2] == "tmp" and lives(int(named[1]))):
-            continue
+    for path in folder().glob("*.json"):
         status = _read(path)
-        if named[2] == "json" and status is not None and status.pid == int(named[1]) and lives(status.pid, status.born):
+        if status is not None and lives(status):
             found.append(status)
         else:
             path.unlink(missing_ok=True)
@@ -120,30 +114,16 @@ def read_all() -> list[Status]:
 
 def _read(path: Path) -> Status | None:
     try:
-        with path.open() as file:
-            values = json.loads(file.read(_LARGEST))
-        return Status(**{field.name: values[field.name] for field in fields(Status)})
-    except (OSError, ValueError, KeyError, TypeError):
+        return Status(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
         return None
 
 
-def lives(pid: int, since: int | None = None) -> bool:
-    """Whether the process exists, and is the one that began then."""
-    if since is not None:
-        return born(pid) == since
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it exists, and belongs to another user
-        pass
-    return True
+def lives(status: Status) -> bool:
+    """Whether its process runs. Another one, which began later, may have its number."""
+    import psutil  # of the extra `cli`
 
-
-def born(pid: int) -> int | None:
-    """When the process began, in clock ticks since boot; None where the system does not say, or the process is dead."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if after_name[0] in "ZX" else int(after_name[19])
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(status.pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= status.updated
+    return False

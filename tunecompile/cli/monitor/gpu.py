@@ -1,12 +1,13 @@
-"""Read the state of the machine: GPUs from NVML, host memory from /proc, and the telemetry of training processes."""
+"""Read the state of the machine: GPUs from NVML, host memory from psutil, and telemetry of training processes."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tunecompile.runtime import telemetry_files
 from tunecompile.runtime.telemetry_files import Status
@@ -40,8 +41,8 @@ class MachineSnapshot:
     gpus: tuple[GpuReading, ...]
     why_no_gpu: str | None
     processes: tuple[Process, ...]
-    host_used: int | None
-    host_total: int | None
+    host_used: int
+    host_total: int
 
 
 class Nvml:
@@ -102,28 +103,18 @@ class MachineReader:
 
     def look(self, now: float) -> MachineSnapshot:
         """A snapshot. Raises UnsafeFolder if another user could write to the telemetry folder."""
-        host = _host()
+        host = psutil.virtual_memory()
         return MachineSnapshot(
             now,
             self.nvml.gpus(),
             self.nvml.missing,
             tuple(Process(found, _resident(found.pid)) for found in telemetry_files.read_all()),
-            *host,
+            host.total - host.available,
+            host.total,
         )
 
 
-def _host() -> tuple[int | None, int | None]:
-    """Used and total bytes of host memory."""
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        total, free = (int(lines[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
-        return total - free, total
-    return None, None
-
-
 def _resident(pid: int) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) << 10
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).memory_info().rss
     return None

@@ -22,8 +22,7 @@ def screen(snapshot: MachineSnapshot) -> RenderableType:
     parts: list[RenderableType] = [
         _gpus(snapshot) if snapshot.gpus else Text(snapshot.why_no_gpu or "", style="yellow")
     ]
-    if snapshot.host_total:
-        parts.append(Text(f"host memory {shown(snapshot.host_used or 0)} of {shown(snapshot.host_total)}", style="dim"))
+    parts.append(Text(f"host memory {shown(snapshot.host_used)} of {shown(snapshot.host_total)}", style="dim"))
     if snapshot.processes:
         parts += ["", _speed(snapshot), "", _memory(snapshot), *_health(snapshot)]
     else:
