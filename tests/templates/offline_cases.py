@@ -41,6 +41,7 @@ def cases(many=1, batch=1, device="cpu"):
     from tunecompile.templates.recurrent.delta_rule import chunks as delta_chunks
     from tunecompile.templates.recurrent.delta_rule import forward_pass as delta_forward
     from tunecompile.templates.recurrent.delta_rule import gradients as delta_gradients
+    from tunecompile.templates.recurrent.operands import Operands, States
 
     rows, choices, length = 64 * many, 512 * many, 200 * many
     weight, experts_of = max(many >> 7, 1) * 1024, max(many >> 8, 1) * 128
@@ -105,40 +106,26 @@ def cases(many=1, batch=1, device="cpu"):
     def product(x, order, weight, inner, up, table, offsets):
         return experts.rows(x, weight, offsets, table, choices, turned=True, order=order, choices=8, inner=inner, up=up)
 
-    def forward():
-        total, square, state = (
-            e(batch, 32, 64 * chunks, dtype=torch.float32),
-            e(batch, length, 32, 64),
-            e(batch, chunks, 32, 128, 128),
-        )
-        final, values = e(batch, 32, 128, 128, dtype=torch.float32), e(batch, length, 32, 128)
-        return delta_chunks.Chunks(total, square, values, values), delta_forward.States(values, state, final)
-
     def by_channel(function, *rest):
         """A step of the rule with decays of channels, from values within chunks."""
 
-        def call(through, total, keys, squares, values, *given):
+        def call(total, through, keys, squares, values, rates, numbers, *given):
+            call = Operands(keys, keys, values, keys, rates, None, numbers, 0.1, grad=values)
             made = channel_chunks.Chunks(total, keys, keys, through, squares, squares, squares, keys, values)
-            return function(made, *given)
+            return function(call, made, *given)
 
-        chunked = e(batch, 64 * chunks, 32, 128, dtype=torch.float32)
-        return call, [
-            e(batch, chunks, 32, 128, dtype=torch.float32),
-            chunked,
-            keys,
-            e(batch, length, 32, 64),
-            values,
-            *rest,
-        ]
+        through = e(batch, chunks, 32, 128, dtype=torch.float32)
+        return call, [sums_of_keys, through, keys, e(batch, length, 32, 64), values, rates, numbers, *rest]
 
     def delta(function, *rest):
-        """A step of the rule's backward, under documents."""
+        """A step of the rule under documents, from values within chunks."""
 
-        def call(q, k, v, beta, ends, numbers, *given):
-            made = delta_gradients.Operands(v, q, k, v, beta, ends, numbers, 0.1)
-            return function(made, *given)
+        def call(q, k, v, g, beta, ends, numbers, total, squares, *given):
+            call = Operands(q, k, v, g, beta, ends, numbers, 0.1, grad=v)
+            return function(call, delta_chunks.Chunks(total, squares, v, v), *given)
 
-        return call, [*heads, rates, ends, numbers, *rest]
+        total = e(batch, 32, 64 * chunks, dtype=torch.float32)
+        return call, [*heads, sums, rates, ends, numbers, total, e(batch, length, 32, 64), *rest]
 
     heads, values, rates = (
         [e(batch, length, 16, 128), e(batch, length, 16, 128), e(batch, length, 32, 128)],
@@ -151,6 +138,7 @@ def cases(many=1, batch=1, device="cpu"):
         e(batch, length, 32, dtype=torch.float32),
     )
     keys, walked = e(batch, length, 32, 128), e(batch, chunks, 32, 128, 128)
+    sums_of_keys = e(batch, 64 * chunks, 32, 128, dtype=torch.float32)
     scores = e(2 * many, 64, 2048, dtype=torch.float32)  # of two heads' 32 queries each
     documents, level = [e(rows, 16, 256), e(rows, 8, 256), e(rows, 8, 256)], e(16, rows, dtype=torch.float32)
     order, offsets, table = (
@@ -342,66 +330,38 @@ def cases(many=1, batch=1, device="cpu"):
             ),
             [wide_x, *scan, numbers, spaces, spaces],
         ),
-        "channel_sums": (channel_chunks.sums, [keys, values]),
-        "channel_prepare": (
-            lambda q, k, v, total, beta, numbers: channel_chunks.prepare(q, k, v, total, beta, numbers, 0.1),
-            [keys, keys, values, e(batch, 64 * chunks, 32, 128, dtype=torch.float32), rates, numbers],
-        ),
+        "channel_sums": by_channel(lambda call, made: channel_chunks.sums(call)),
+        "channel_prepare": by_channel(lambda call, made: channel_chunks.prepare(call, made.total)),
         "channel_scan": by_channel(channel_forward.scan),
         "channel_outputs": by_channel(
-            lambda chunks, state: channel_forward.outputs(
-                chunks, channel_forward.States(chunks.u, state, torch.empty_like(state[:, 0]))
-            ),
-            walked,
+            lambda call, made, state: channel_forward.outputs(call, made, States(made.u, state, state)), walked
         ),
-        "channel_scan_back": by_channel(
-            lambda chunks, given, final: channel_backward.scan_back(chunks, given, final), values, walked[:, 0]
-        ),
-        "channel_products": by_channel(
-            lambda chunks, rates, numbers, given: channel_gradients.products(
-                given, given, rates, numbers, chunks, chunks.u, given, 0.1
-            ),
-            rates,
-            numbers,
-            values,
-        ),
+        "channel_scan_back": by_channel(channel_backward.scan_back, walked[:, 0]),
+        "channel_products": by_channel(lambda call, made: channel_gradients.products(call, made, made.u, made.u)),
         "channel_operands": by_channel(
-            lambda chunks, rates, numbers, state, to_rate: channel_gradients.operands(
-                *(chunks.u, chunks.w, chunks.w, rates, numbers, chunks),
-                *(channel_forward.States(chunks.u, state, None), state, (chunks.scores,) * 2, chunks.u, to_rate, 0.1),
+            lambda call, made, state, to_rate: channel_gradients.operands(
+                call, made, States(made.u, state, state), state, (made.scores,) * 2, made.u, to_rate
             ),
-            rates,
-            numbers,
             walked,
             sums,
         ),
-        "delta_prepare": (
-            lambda k, v, g, beta, numbers: delta_chunks.prepare(k, v, g, beta, numbers),
-            [*heads[1:], sums, rates, numbers],
+        "delta_prepare": delta(lambda call, made: delta_chunks.prepare(call)),
+        "delta_scan": delta(delta_forward.scan),
+        "delta_outputs": delta(
+            lambda call, made, state: delta_forward.outputs(call, made, States(made.u, state, state)), walked
         ),
-        "delta_scan": (lambda k, v, ends: delta_forward.scan(forward()[0], k, v, ends), [*heads[1:], ends]),
-        "delta_outputs": (
-            lambda q, k, v, numbers: delta_forward.outputs(*forward(), q, k, v, numbers, 0.1),
-            [*heads, numbers],
-        ),
-        "delta_pending": delta(lambda call: delta_backward.pending(call, forward()[0].total)),
+        "delta_pending": delta(lambda call, made: delta_backward.pending(call, made.total)),
         "delta_scan_back": delta(
-            lambda call, waiting, final: delta_backward.scan(call, forward()[0], waiting, final),
-            values,
+            lambda call, made, final: delta_backward.scan(call, made, made.u, final),
             e(batch, 32, 128, 128, dtype=torch.float32),
         ),
-        "delta_products": delta(lambda call, given: delta_gradients.products(call, forward()[0], given, given), values),
+        "delta_products": delta(lambda call, made: delta_gradients.products(call, made, made.u, made.u)),
         "delta_operands": delta(
-            lambda call, states, square, missing, one, other: delta_gradients.operands(
-                call, *forward(), states, square, square, missing, one, other
+            lambda call, made, state, to_total, to_rate: delta_gradients.operands(
+                call, made, States(made.u, state, state), state, (made.inverse,) * 2, made.u, to_total, to_rate
             ),
-            *(
-                e(batch, chunks, 32, 128, 128),
-                e(batch, length, 32, 64),
-                values,
-                sums,
-                e(batch, length, 32, dtype=torch.float32),
-            ),
+            walked,
+            *(e(batch, length, 32, dtype=torch.float32) for _ in range(2)),
         ),
         "swiglu_backward": (lambda d, g, u: swiglu.backward(d, g, u, "gelu_tanh", recompute=True), [gate, gate, up]),
     }

@@ -6,17 +6,14 @@ each row, head and block of columns. ``outputs`` reads the states.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
-from ..._launch import launch, next_power_of_2
-from ..delta_rule.chunks import chunks_of
-from .chunks import options_of, prepare, sums
+from ..device import chunk_of_program, load_block, place_of, state_at
+from ..operands import Operands
+from .chunks import prepare, sums
 
-__all__ = ["States", "forward", "outputs", "scan"]
+__all__ = ["forward", "outputs", "scan"]
 
 
 @triton.jit
@@ -40,26 +37,22 @@ def scan_kernel(
     """Program: BLOCK columns of the states of one head, over a row."""
     row, head = tl.program_id(0), tl.program_id(1)
     column, i, key = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, C), tl.arange(0, KEYS)
-    wide, high = column < V, key < K
     state = tl.zeros((KEYS, BLOCK), dtype=tl.float32)
-    square = high[:, None] & wide[None, :]
+    square = (key < K)[:, None] & (column < V)[None, :]
     for chunk in range(0, NT):
         token = chunk * C + i
-        there = token < T
-        place = (row.to(tl.int64) * T + token) * H + head
-        at = ((row * NT + chunk).to(tl.int64) * H + head) * K
+        there, place = token < T, place_of(row, token, head, T, H)
         kept = state.to(k_out.dtype.element_ty)
-        tl.store(states + (at + key[:, None]) * V + column[None, :], kept, mask=square)
-        narrow, broad = there[:, None] & high[None, :], there[:, None] & wide[None, :]
+        tl.store(state_at(states, row * NT + chunk, head, 0, key, column, H, K, V), kept, mask=square)
+        narrow, broad = there[:, None] & (key < K)[None, :], there[:, None] & (column < V)[None, :]
         value = tl.load(u + place[:, None] * V + column[None, :], mask=broad, other=0.0).to(tl.float32)
         value -= tl.dot(tl.load(w + place[:, None] * K + key[None, :], mask=narrow, other=0.0), kept)
         value = value.to(written.dtype.element_ty)
         tl.store(written + place[:, None] * V + column[None, :], value, mask=broad)
-        decay = tl.load(through + at + key, mask=high, other=0.0)
+        decay = tl.load(through + ((row * NT + chunk).to(tl.int64) * H + head) * K + key, mask=key < K, other=0.0)
         block = tl.load(k_out + place[:, None] * K + key[None, :], mask=narrow, other=0.0)
         state = decay[:, None] * state + tl.dot(tl.trans(block), value)
-    at = (row.to(tl.int64) * H + head) * K
-    tl.store(final + (at + key[:, None]) * V + column[None, :], state, mask=square)
+    tl.store(state_at(final, row, head, 0, key, column, H, K, V), state, mask=square)
 
 
 @triton.jit
@@ -79,70 +72,49 @@ def outputs_kernel(
     BLOCK: tl.constexpr,
 ):
     """Program: BLOCK columns of the outputs of one head for a chunk."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
+    row, head, _, token = chunk_of_program(NT, C)
     column, i, key = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, C), tl.arange(0, KEYS)
-    row, token = chunk // NT, chunk % NT * C + i
-    there, wide = token < T, column < V
-    place = (row.to(tl.int64) * T + token) * H + head
-    at = (chunk.to(tl.int64) * H + head) * K
-    mask = there[:, None] & wide[None, :]
-    where = place[:, None] * V + column[None, :]
-    square = tl.load(scores + place[:, None] * C + i[None, :], mask=there[:, None] & (i < C)[None, :], other=0.0)
+    there, place = token < T, place_of(row, token, head, T, H)
+    mask, where = there[:, None] & (column < V)[None, :], place[:, None] * V + column[None, :]
+    square = load_block(scores + place[:, None] * C, 0, i, there, C)
     made = tl.dot(square, tl.load(written + where, mask=mask, other=0.0))
     for begin in range(0, K, KEYS):
-        inside = (begin + key < K)[None, :] & there[:, None]
-        a = tl.load(q_in + place[:, None] * K + begin + key[None, :], mask=inside, other=0.0)
-        both = (begin + key < K)[:, None] & wide[None, :]
-        made += tl.dot(a, tl.load(states + (at + begin + key[:, None]) * V + column[None, :], mask=both, other=0.0))
+        a = load_block(q_in + place[:, None] * K, begin, key, there, K)
+        both = (begin + key < K)[:, None] & (column < V)[None, :]
+        at = state_at(states, tl.program_id(0), head, begin, key, column, H, K, V)
+        made += tl.dot(a, tl.load(at, mask=both, other=0.0))
     tl.store(out + where, made.to(out.dtype.element_ty), mask=mask)
 
 
-class States(NamedTuple):
-    """The results of the recurrence over chunks."""
-
-    written: torch.Tensor  #: [B, T, H, V]: the new values n
-    entering: torch.Tensor  #: [B, chunks * H * K, V]: the state at the beginning of each chunk
-    final: torch.Tensor  #: [B, H, K, V], fp32
-
-
-def scan(chunks):
+def scan(call, chunks):
     """Compute the recurrence over chunks.
 
     Args:
+        call: `Operands`.
         chunks: from `prepare`.
 
     Returns:
         `States`.
     """
-    (batch, tokens, heads, width), keys = chunks.u.shape, chunks.w.shape[3]
-    count = chunks_of(tokens)
-    made = States(
-        torch.empty_like(chunks.u),
-        torch.empty(batch, count * heads * keys, width, dtype=chunks.u.dtype, device=chunks.u.device),
-        torch.empty(batch, heads, keys, width, dtype=torch.float32, device=chunks.u.device),
-    )
-    tile, options = options_of("channel_scan", chunks.u, keys, V=width)
-    options |= dict(KEYS=max(next_power_of_2(keys), tile.step), BLOCK=tile.block)
-    grid = (batch, heads, triton.cdiv(width, tile.block))
-    launch(scan_kernel, grid, chunks.k_out, chunks.w, chunks.u, chunks.through, *made, tokens, count, **options)
+    made = call.states(call.of_tokens(call.width))
+    tensors = (chunks.k_out, chunks.w, chunks.u, chunks.through, *made)
+    call.along_chunks(scan_kernel, "channel_scan", tensors)
     return made
 
 
-def outputs(chunks, states):
+def outputs(call, chunks, states):
     """The output of each token, from the states and from its chunk.
 
     Args:
+        call: `Operands`.
         chunks, states: from `prepare` and `scan`.
 
     Returns:
         [B, T, H, V] in v's dtype.
     """
-    (batch, tokens, heads, width), count = chunks.u.shape, chunks_of(chunks.u.shape[1])
-    out = torch.empty_like(chunks.u)
-    tile, options = options_of("channel_outputs", chunks.u, chunks.w.shape[3], V=width)
-    grid = (batch * count, heads, triton.cdiv(width, tile.block))
+    out = call.of_tokens(call.width)
     tensors = (chunks.q_in, chunks.scores, states.written, states.entering, out)
-    launch(outputs_kernel, grid, *tensors, tokens, count, KEYS=tile.step, BLOCK=tile.block, **options)
+    call.each_chunk(outputs_kernel, "channel_outputs", tensors, columns=call.width)
     return out
 
 
@@ -164,8 +136,9 @@ def forward(q, k, v, g, beta, documents=None, *, scale):
     Raises:
         ValueError: sizes that the kernels do not support.
     """
-    if q.shape[3] % 16 or v.shape[3] % 16 or q.shape[3] > 256 or q.shape[2] != v.shape[2]:
-        raise ValueError(f"keys of {q.shape[3]} and values of {v.shape[3]}, {q.shape[2]} and {v.shape[2]} heads")
-    chunks = prepare(q, k, v, sums(g, v), beta, documents, scale)
-    states = scan(chunks)
-    return outputs(chunks, states), states.final
+    if q.shape[2] != v.shape[2]:
+        raise ValueError(f"{q.shape[2]} and {v.shape[2]} heads")
+    call = Operands(q, k, v, g, beta, None, documents, scale)
+    chunks = prepare(call, sums(call))
+    states = scan(call, chunks)
+    return outputs(call, chunks, states), states.final

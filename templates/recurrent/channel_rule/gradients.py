@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..._launch import launch
-from ..delta_rule.chunks import chunks_of, documents_at
-from .chunks import INSIDE, options_of, reference_of
+from ..device import chunk_of_program, documents_at, edges_of, place_of
+from ..operands import CHUNK
+from .chunks import INSIDE, between_blocks, reference_of, sums_at
 
 __all__ = ["operands", "products"]
 
@@ -44,13 +44,10 @@ def products_kernel(
     HAS_DOCUMENTS: tl.constexpr,
 ):
     """Program: a chunk of one head. `dbeta` is the part from square matrices and values, in fp32."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    row, first = chunk // NT, chunk % NT * C
-    i, column = tl.arange(0, C), tl.arange(0, BLOCK)
-    token = first + i
-    there = token < T
+    row, head, first, token = chunk_of_program(NT, C)
+    i, column, there = tl.arange(0, C), tl.arange(0, BLOCK), token < T
     mine, _ = documents_at(documents, token, first, T, HAS_DOCUMENTS)
-    place = (row.to(tl.int64) * T + token) * H + head
+    place = place_of(row, token, head, T, H)
     rate = tl.load(beta + place, mask=there, other=0.0).to(tl.float32)
     square, rows = place[:, None] * C + i[None, :], there[:, None] & (i < C)[None, :]
     solved = tl.load(inverse + square, mask=rows, other=0.0)
@@ -114,41 +111,30 @@ def operands_kernel(
     C: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
-    INSIDE: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
 ):
     """Program: a chunk of one head. It adds to `dbeta`."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    row, first = chunk // NT, chunk % NT * C
-    i, key, column = tl.arange(0, C), tl.arange(0, KEYS), tl.arange(0, BLOCK)
-    token = first + i
-    there = token < T
+    row, head, first, token = chunk_of_program(NT, C)
+    i, key, column, there = tl.arange(0, C), tl.arange(0, KEYS), tl.arange(0, BLOCK), token < T
     mine, before = documents_at(documents, token, first, T, HAS_DOCUMENTS)
-    place = (row.to(tl.int64) * T + token) * H + head
-    sums = (row.to(tl.int64) * NT * C + token) * H + head
+    place = place_of(row, token, head, T, H)
+    sums = sums_at(row, token, head, NT, H, C)
     begin_of = i // INSIDE * INSIDE
     rate = tl.load(beta + place, mask=there, other=0.0).to(tl.float32)
-    enters = tl.full((C,), 1.0, dtype=tl.float32)
-    leaves = tl.full((C,), 1.0, dtype=tl.float32)
-    passes = 1.0
-    if HAS_DOCUMENTS:
-        behind = tl.load(documents + tl.minimum(first + C, T) - 1)
-        enters = tl.where(mine == before, 1.0, 0.0)
-        leaves = tl.where(mine == behind, 1.0, 0.0)
-        passes = tl.where(behind == before, 1.0, 0.0)
+    enters, leaves, passes = edges_of(documents, mine, before, first, T, C, HAS_DOCUMENTS)
     rows = there[:, None] & (i < C)[None, :]
     square, turned, columns = (
         place[:, None] * C + i[None, :],
         place[None, :] * C + i[:, None],
         there[None, :] & (i < C)[:, None],
     )
-    at = (chunk.to(tl.int64) * H + head) * K
+    at = (tl.program_id(0).to(tl.int64) * H + head) * K
     to_rate = tl.load(dbeta + place, mask=there, other=0.0)
     for begin in range(0, K, KEYS):
         inside, known = there[:, None] & (begin + key < K)[None, :], (begin + key < K)[None, :] & (i < C)[:, None]
         where = place[:, None] * K + begin + key[None, :]
         decay = tl.load(total + sums[:, None] * K + begin + key[None, :], mask=known, other=0.0)
-        last = reference_of(decay, i, C // INSIDE, INSIDE)
+        last = reference_of(decay, i, C // INSIDE)
         to_q = tl.zeros((C, KEYS), dtype=tl.float32)
         to_later = tl.zeros((C, KEYS), dtype=tl.float32)  # of a key that reads: what the state, or an earlier key, held
         to_earlier = tl.zeros((C, KEYS), dtype=tl.float32)
@@ -165,19 +151,15 @@ def operands_kernel(
             to_later += tl.dot(tl.load(missing + place_v, mask=there_too, other=0.0), state)
             to_earlier += tl.dot(tl.load(written + place_v, mask=there_too, other=0.0), ahead)
         b = tl.load(k + where, mask=inside, other=0.0).to(tl.float32)
-        entering = enters[:, None] * tl.exp(decay)
+        entering = tl.where(enters, 1.0, 0.0)[:, None] * tl.exp(decay)
         to_q = SCALE * entering * to_q
         to_later = entering * to_later
         to_rate -= tl.sum(to_later * b, 1)
         to_later = -rate[:, None] * to_later
-        to_earlier = leaves[:, None] * tl.exp(last[None, :] - decay) * to_earlier
-        to_last = passes * tl.exp(last) * to_last + tl.sum(to_earlier * b, 0)
+        to_earlier = tl.where(leaves, 1.0, 0.0)[:, None] * tl.exp(last[None, :] - decay) * to_earlier
+        to_last = tl.where(passes, 1.0, 0.0) * tl.exp(last) * to_last + tl.sum(to_earlier * b, 0)
         for block in range(1, C // INSIDE):  # pairs of a block with all tokens before it
-            base = reference_of(decay, i, block, INSIDE)[None, :]
-            later = (begin_of == block * INSIDE)[:, None]
-            earlier = (i < block * INSIDE)[:, None]
-            down = tl.where(later, tl.exp(tl.where(later, decay - base, 0.0)), 0.0)
-            up = tl.where(earlier, tl.exp(tl.where(earlier, base - decay, 0.0)), 0.0)
+            down, up = between_blocks(decay, i, block)
             a = tl.load(q + where, mask=inside, other=0.0).to(tl.float32)  # again, for want of registers
             b = tl.load(k + where, mask=inside, other=0.0).to(tl.float32)
             other = b * up
@@ -218,45 +200,29 @@ def operands_kernel(
     tl.store(dbeta + place, to_rate, mask=there)
 
 
-def products(grad, v, beta, documents, chunks, written, grad_written, scale):
+def products(call, chunks, written, grad_written):
     """Gradients of the square matrices of chunks.
 
     Args:
-        grad, v, beta, documents, scale: as given to `backward`.
+        call: `Operands`.
         chunks, written: from `prepare` and `scan`.
         grad_written: from `scan_back`.
 
     Returns:
         ((by_score, by_system), [B, T, H, 64]; missing, dv [B, T, H, V]; dbeta [B, T, H] in fp32, unfinished).
     """
-    (batch, tokens, _, width), count = v.shape, chunks_of(v.shape[1])
-    squares = torch.empty_like(chunks.scores), torch.empty_like(chunks.scores)
-    missing, dv = torch.empty_like(v), torch.empty_like(v)
-    dbeta = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device)
-    tile, options = options_of("channel_products", v, chunks.w.shape[3], V=width, SCALE=float(scale))
-    given = (grad, v, beta, documents, chunks.pairs, chunks.inverse, written, grad_written)
-    launch(
-        products_kernel,
-        (batch * count, v.shape[2]),
-        *given,
-        *squares,
-        missing,
-        dv,
-        dbeta,
-        tokens,
-        count,
-        BLOCK=tile.block,
-        HAS_DOCUMENTS=documents is not None,
-        **options,
-    )
-    return squares, missing, dv, dbeta
+    squares = call.of_tokens(CHUNK), call.of_tokens(CHUNK)
+    made = (*(call.of_tokens(call.width) for _ in range(2)), call.of_tokens(dtype=torch.float32))
+    given = (call.grad, call.v, call.beta, call.documents, chunks.pairs, chunks.inverse, written, grad_written)
+    call.each_chunk(products_kernel, "channel_products", (*given, *squares, *made))
+    return squares, *made
 
 
-def operands(grad, q, k, beta, documents, chunks, states, grad_states, squares, missing, dbeta, scale):
+def operands(call, chunks, states, grad_states, squares, missing, dbeta):
     """Gradients of the rows of chunks; dbeta is completed in place.
 
     Args:
-        grad, q, k, beta, documents, scale: as given to `backward`.
+        call: `Operands`.
         chunks, states: from `prepare` and `scan`.
         grad_states: from `scan_back`.
         squares, missing, dbeta: from `products`.
@@ -264,27 +230,9 @@ def operands(grad, q, k, beta, documents, chunks, states, grad_states, squares, 
     Returns:
         (dq, dk [B, T, H, K]; dg [B, T, H, K] in fp32).
     """
-    (batch, tokens, heads, keys), width = k.shape, grad.shape[3]
-    count = chunks_of(tokens)
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    dg = torch.empty(k.shape, dtype=torch.float32, device=k.device)
-    tile, options = options_of("channel_operands", grad, keys, V=width, SCALE=float(scale), INSIDE=INSIDE)
-    given = (grad, q, k, beta, documents, chunks.total, states.written, states.entering, grad_states)
-    launch(
-        operands_kernel,
-        (batch * count, heads),
-        *given,
-        *squares,
-        missing,
-        dq,
-        dk,
-        dg,
-        dbeta,
-        tokens,
-        count,
-        KEYS=tile.step,
-        BLOCK=tile.block,
-        HAS_DOCUMENTS=documents is not None,
-        **options,
-    )
-    return dq, dk, dg
+    made = (*(call.of_tokens(call.keys) for _ in range(2)), call.of_tokens(call.keys, dtype=torch.float32))
+    given = (call.grad, call.q, call.k, call.beta, call.documents, chunks.total)
+    walked = (states.written, states.entering, grad_states)
+    tensors = (*given, *walked, *squares, missing, *made, dbeta)
+    call.each_chunk(operands_kernel, "channel_operands", tensors)
+    return made

@@ -7,14 +7,25 @@ and ``gradients`` computes the gradients within all chunks at once.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from ..._launch import launch, next_power_of_2
-from .chunks import documents_at, pairs_of, prepare, row_of
+from ..device import (
+    chunk_of_program,
+    documents_at,
+    exp_where,
+    load_block,
+    pairs_of,
+    place_of,
+    products_of,
+    row_of,
+    state_at,
+    store_block,
+)
+from ..operands import Operands
+from .chunks import prepare
 from .forward_pass import scan as scan_forward
-from .gradients import Operands, operands, products
+from .gradients import operands, products
 
 __all__ = ["backward", "pending", "scan"]
 
@@ -49,29 +60,19 @@ def pending_kernel(
     HAS_DOCUMENTS: tl.constexpr,
 ):
     """Program: BLOCK columns of one head's, for a chunk."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
+    row, head, first, token = chunk_of_program(NT, C)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    row = chunk // NT
-    first = chunk % NT * C
-    i, key = tl.arange(0, C), tl.arange(0, KEYS)
-    token = first + i
-    there, wide = token < T, column < V
+    i, key, there = tl.arange(0, C), tl.arange(0, KEYS), token < T
     mine, _ = documents_at(documents, token, first, T, HAS_DOCUMENTS)
     decay = tl.load(total + ((row * H + head) * NT).to(tl.int64) * C + token)
     queries = row_of(q, row, head // GROUP, token, qs0, qs1, qs2)
     keys = row_of(k, row, head // GROUP, token, ks0, ks1, ks2)
-    scores = tl.zeros((C, C), dtype=tl.float32)
-    for begin in range(0, K, KEYS):
-        inside = (begin + key < K)[None, :] & there[:, None]
-        a = tl.load(queries[:, None] + begin + key[None, :], mask=inside, other=0.0)
-        b = tl.load(keys[:, None] + begin + key[None, :], mask=inside, other=0.0)
-        scores += tl.dot(a, tl.trans(b))
+    scores, _ = products_of(queries, keys, key, there, K, C, KEYS, False)
     scores = SCALE * scores * pairs_of(decay, mine, i, False)
-    mask = there[:, None] & wide[None, :]
-    given = tl.load(row_of(grad, row, head, token, gs0, gs1, gs2)[:, None] + column[None, :], mask=mask, other=0.0)
+    given = load_block(row_of(grad, row, head, token, gs0, gs1, gs2), 0, column, there, V)
     made = tl.dot(tl.trans(scores).to(given.dtype), given)
-    place = (row.to(tl.int64) * T + token) * H + head
-    tl.store(out + place[:, None] * V + column[None, :], made.to(out.dtype.element_ty), mask=mask)
+    place = place_of(row, token, head, T, H)
+    store_block(out + place[:, None] * V, 0, column, there, V, made)
 
 
 @triton.jit
@@ -118,12 +119,11 @@ def scan_kernel(
         if tl.program_id(0) + 1 < COUNT:
             end = tl.load(offsets + tl.program_id(0) + 1).to(tl.int32)
     i, key = tl.arange(0, C), tl.arange(0, KEYS)
-    wide = column < V
-    square = (key < K)[:, None] & wide[None, :]
+    square = (key < K)[:, None] & (column < V)[None, :]
     state = tl.zeros((KEYS, BLOCK), dtype=tl.float32)
     if end == T:
-        at = (row.to(tl.int64) * H + head) * K
-        state = tl.load(grad_final + (at + key[:, None]) * V + column[None, :], mask=square, other=0.0).to(tl.float32)
+        at = state_at(grad_final, row, head, 0, key, column, H, K, V)
+        state = tl.load(at, mask=square, other=0.0).to(tl.float32)
     begin, behind = start // C, tl.cdiv(end, C)
     if start >= end:  # an empty document has no state, even inside a chunk
         behind = begin
@@ -131,26 +131,23 @@ def scan_kernel(
         chunk = begin + behind - 1 - step
         token = chunk * C + i
         own = (token >= start) & (token < end)
-        place = (row.to(tl.int64) * T + token) * H + head
-        at = ((row * NT + chunk).to(tl.int64) * H + head) * K
+        place = place_of(row, token, head, T, H)
         kept = state.to(k.dtype.element_ty)
         if end >= tl.minimum(T, chunk * C + C):  # the document continues after the chunk, or ends with it
-            tl.store(states + (at + key[:, None]) * V + column[None, :], kept, mask=square)
-        narrow, broad = own[:, None] & (key < K)[None, :], own[:, None] & wide[None, :]
+            tl.store(state_at(states, row * NT + chunk, head, 0, key, column, H, K, V), kept, mask=square)
+        narrow, broad = own[:, None] & (key < K)[None, :], own[:, None] & (column < V)[None, :]
         sums = total + ((row * H + head) * NT + chunk).to(tl.int64) * C
         decay, last = tl.load(sums + i), tl.load(sums + C - 1)
-        block = tl.load(
-            row_of(k, row, head // GROUP, token, ks0, ks1, ks2)[:, None] + key[None, :], mask=narrow, other=0.0
-        )
+        keys = row_of(k, row, head // GROUP, token, ks0, ks1, ks2)
+        block = tl.load(keys + key[None, :], mask=narrow, other=0.0)
         value = tl.load(pending + place[:, None] * V + column[None, :], mask=broad, other=0.0).to(tl.float32)
-        value += tl.where(own, tl.exp(tl.where(own, last - decay, 0.0)), 0.0)[:, None] * tl.dot(block, kept)
+        value += exp_where(own, last - decay)[:, None] * tl.dot(block, kept)
         value = value.to(written.dtype.element_ty)
         tl.store(written + place[:, None] * V + column[None, :], value, mask=broad)
-        given = tl.load(row_of(grad, row, head, token, gs0, gs1, gs2)[:, None] + column[None, :], mask=broad, other=0.0)
+        given = tl.load(row_of(grad, row, head, token, gs0, gs1, gs2) + column[None, :], mask=broad, other=0.0)
         given = (tl.exp(decay) * SCALE)[:, None] * given.to(tl.float32)
-        block = tl.load(
-            row_of(q, row, head // GROUP, token, qs0, qs1, qs2)[:, None] + key[None, :], mask=narrow, other=0.0
-        )
+        queries = row_of(q, row, head // GROUP, token, qs0, qs1, qs2)
+        block = tl.load(queries + key[None, :], mask=narrow, other=0.0)
         state = state * tl.exp(last) + tl.dot(tl.trans(block), given.to(block.dtype))
         if DELTA:
             block = tl.load(w + place[:, None] * K + key[None, :], mask=narrow, other=0.0)
@@ -161,17 +158,16 @@ def pending(call, total):
     """The part of the gradients of new values that comes from outputs.
 
     Args:
-        call: the backward's operands.
+        call: `Operands`.
         total: running sums of log decays, from `prepare`.
 
     Returns:
         [B, T, H, V].
     """
-    width = call.v.shape[3]
-    out, (tile, options) = call.empty([width]), call.options("delta_pending")
-    grid = (call.shape[0] * call.count, call.shape[2], triton.cdiv(width, tile.block))
+    out = call.of_tokens(call.width)
     tensors = (call.grad, call.q, call.k, total, call.documents, out)
-    launch(pending_kernel, grid, *tensors, call.tokens, call.count, *call.strides, **options)
+    strides = (*call.grad_strides, *call.q_strides, *call.k_strides)
+    call.each_chunk(pending_kernel, "delta_pending", tensors, *strides, columns=call.width)
     return out
 
 
@@ -179,7 +175,7 @@ def scan(call, chunks, waiting, grad_final):
     """Compute the recurrence of gradients, from the last chunk to the first.
 
     Args:
-        call: the backward's operands.
+        call: `Operands`.
         chunks: from `prepare`.
         waiting: from `pending`.
         grad_final: [B, H, K, V], of the final state, contiguous.
@@ -187,17 +183,11 @@ def scan(call, chunks, waiting, grad_final):
     Returns:
         (gradients of new values, [B, T, H, V]; of the final state of each chunk, [B, chunks * H * K, V]).
     """
-    keys, width = call.q.shape[3], call.v.shape[3]
-    written, (tile, options) = torch.empty_like(waiting), call.options("delta_scan")
-    shape = (call.shape[0], call.count * call.shape[2] * keys, width)
-    states = torch.empty(shape, dtype=waiting.dtype, device=waiting.device)
-    options["KEYS"] = max(next_power_of_2(keys), tile.block)
-    documents = call.shape[0] if call.offsets is None else call.offsets.shape[0]
-    grid = (documents, call.shape[2], triton.cdiv(width, tile.block))
-    tensors = (call.grad, grad_final, call.q, call.k, chunks.w, waiting, chunks.total, call.offsets, written, states)
-    sizes = (call.tokens, call.count, documents)
-    launch(scan_kernel, grid, *tensors, *sizes, *call.strides, DELTA=chunks.w is not None, **options)
-    return written, states
+    made = call.of_tokens(call.width), call.of_chunks()
+    tensors = (call.grad, grad_final, call.q, call.k, chunks.w, waiting, chunks.total, call.offsets, *made)
+    integers = (call.sequences, *call.grad_strides, *call.q_strides, *call.k_strides)
+    call.along_chunks(scan_kernel, "delta_scan", tensors, *integers)
+    return made
 
 
 def backward(grad, grad_final, q, k, v, g, beta, offsets=None, documents=None, *, scale, delta=True):
@@ -212,10 +202,10 @@ def backward(grad, grad_final, q, k, v, g, beta, offsets=None, documents=None, *
         [dq, dk, dv, dg, dbeta]: dq and dk [B, T, H, K], not yet summed over heads that share q and k; dg and dbeta in
         fp32.
     """
-    chunks = prepare(k, v, g, beta, documents, delta)
-    states = scan_forward(chunks, k, v, offsets)
-    call = Operands(grad, q, k, v, beta, offsets, documents, scale)
+    call = Operands(q, k, v, g, beta, offsets, documents, scale, delta, grad)
+    chunks = prepare(call)
+    states = scan_forward(call, chunks)
     grad_written, grad_states = scan(call, chunks, pending(call, chunks.total), grad_final)
-    by_score, by_system, missing, dv, dtotal, dbeta = products(call, chunks, states.written, grad_written)
-    dq, dk, dg = operands(call, chunks, states, grad_states, by_score, by_system, missing, dtotal, dbeta)
+    squares, missing, dv, dtotal, dbeta = products(call, chunks, states.written, grad_written)
+    dq, dk, dg = operands(call, chunks, states, grad_states, squares, missing, dtotal, dbeta)
     return [dq, dk, dv, dg, dbeta]

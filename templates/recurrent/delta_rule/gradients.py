@@ -10,11 +10,20 @@ import torch
 import triton
 import triton.language as tl
 
-from ... import _tiles
-from ..._launch import launch
-from .chunks import CHUNK, chunks_of, documents_at, pairs_of, row_of, rows
+from ..device import (
+    chunk_of_program,
+    documents_at,
+    exp_where,
+    load_block,
+    pairs_of,
+    place_of,
+    products_of,
+    row_of,
+    store_block,
+)
+from ..operands import CHUNK
 
-__all__ = ["Operands", "operands", "products"]
+__all__ = ["operands", "products"]
 
 
 @triton.jit
@@ -64,19 +73,14 @@ def products_kernel(
 
     inverse, by_system, missing: None without the delta.
     """
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    row = chunk // NT
-    first = chunk % NT * C
-    i, key, column = tl.arange(0, C), tl.arange(0, KEYS), tl.arange(0, BLOCK)
-    token = first + i
-    there = token < T
+    row, head, first, token = chunk_of_program(NT, C)
+    i, key, column, there = tl.arange(0, C), tl.arange(0, KEYS), tl.arange(0, BLOCK), token < T
     mine, _ = documents_at(documents, token, first, T, HAS_DOCUMENTS)
-    place = (row.to(tl.int64) * T + token) * H + head
+    place = place_of(row, token, head, T, H)
     decay = tl.load(total + ((row * H + head) * NT).to(tl.int64) * C + token)
     rate = tl.load(beta + place, mask=there, other=0.0).to(tl.float32)
-    square = there[:, None] & (i < C)[None, :]
     if DELTA:
-        solved = tl.load(inverse + place[:, None] * C + i[None, :], mask=square, other=0.0)
+        solved = load_block(inverse + place[:, None] * C, 0, i, there, C)
     outputs = row_of(grad, row, head, token, gs0, gs1, gs2)
     values = row_of(v, row, head, token, vs0, vs1, vs2)
     scores = tl.zeros((C, C), dtype=tl.float32)
@@ -86,7 +90,7 @@ def products_kernel(
         inside = there[:, None] & (begin + column < V)[None, :]
         where = place[:, None] * V + begin + column[None, :]
         value = tl.load(written + where, mask=inside, other=0.0)
-        given = tl.load(outputs[:, None] + begin + column[None, :], mask=inside, other=0.0)
+        given = load_block(outputs, begin, column, there, V)
         scores += tl.dot(given, tl.trans(value))
         lost = tl.load(grad_written + where, mask=inside, other=0.0)
         if DELTA:
@@ -95,19 +99,10 @@ def products_kernel(
             tl.store(missing + where, lost.to(missing.dtype.element_ty), mask=inside)
         lost = lost.to(tl.float32)
         tl.store(dv + where, (rate[:, None] * lost).to(dv.dtype.element_ty), mask=inside)
-        block = tl.load(values[:, None] + begin + column[None, :], mask=inside, other=0.0)
-        to_rate += tl.sum(lost * block.to(tl.float32), 1)
+        to_rate += tl.sum(lost * load_block(values, begin, column, there, V).to(tl.float32), 1)
     queries = row_of(q, row, head // GROUP, token, qs0, qs1, qs2)
     keys = row_of(k, row, head // GROUP, token, ks0, ks1, ks2)
-    against = tl.zeros((C, C), dtype=tl.float32)
-    among = tl.zeros((C, C), dtype=tl.float32)
-    for begin in range(0, K, KEYS):
-        inside = there[:, None] & (begin + key < K)[None, :]
-        a = tl.load(queries[:, None] + begin + key[None, :], mask=inside, other=0.0)
-        b = tl.load(keys[:, None] + begin + key[None, :], mask=inside, other=0.0)
-        against += tl.dot(a, tl.trans(b))
-        if DELTA:
-            among += tl.dot(b, tl.trans(b))
+    against, among = products_of(queries, keys, key, there, K, C, KEYS, DELTA)
     scores = SCALE * scores * pairs_of(decay, mine, i, False)
     pairs = scores * against
     if DELTA:
@@ -115,11 +110,11 @@ def products_kernel(
         to_rate += tl.sum(system * among, 1)
         system = system * rate[:, None]
         pairs += system * among
-        tl.store(by_system + place[:, None] * C + i[None, :], system.to(by_system.dtype.element_ty), mask=square)
+        store_block(by_system + place[:, None] * C, 0, i, there, C, system)
     # in the sum over rows minus the sum over columns, the diagonal cancels
     tl.store(dtotal + place, tl.sum(pairs, 1) - tl.sum(pairs, 0), mask=there)
     tl.store(dbeta + place, to_rate, mask=there)
-    tl.store(by_score + place[:, None] * C + i[None, :], scores.to(by_score.dtype.element_ty), mask=square)
+    store_block(by_score + place[:, None] * C, 0, i, there, C, scores)
 
 
 @triton.jit
@@ -164,14 +159,10 @@ def operands_kernel(
     DELTA: tl.constexpr,
 ):
     """Program: a chunk of one head. It adds to `dbeta`, and sums `dtotal` to `dg`."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    row = chunk // NT
-    first = chunk % NT * C
-    i, key, column = tl.arange(0, C), tl.arange(0, KEYS), tl.arange(0, BLOCK)
-    token = first + i
-    there = token < T
+    row, head, first, token = chunk_of_program(NT, C)
+    i, key, column, there = tl.arange(0, C), tl.arange(0, KEYS), tl.arange(0, BLOCK), token < T
     mine, before = documents_at(documents, token, first, T, HAS_DOCUMENTS)
-    place = (row.to(tl.int64) * T + token) * H + head
+    place = place_of(row, token, head, T, H)
     sums = total + ((row * H + head) * NT).to(tl.int64) * C + first
     decay, last = tl.load(sums + i), tl.load(sums + C - 1)
     rate = tl.load(beta + place, mask=there, other=0.0).to(tl.float32)
@@ -179,16 +170,15 @@ def operands_kernel(
     if HAS_DOCUMENTS:
         behind = tl.load(documents + tl.minimum(first + C, T) - 1)
         entering = tl.where(mine == before, entering, 0.0)
-        leaving = tl.where(mine == behind, tl.exp(tl.where(mine == behind, last - decay, 0.0)), 0.0)
+        leaving = exp_where(mine == behind, last - decay)
         through = tl.where(behind == before, through, 0.0)
     outputs = row_of(grad, row, head, token, gs0, gs1, gs2)
     queries = row_of(q, row, head // GROUP, token, qs0, qs1, qs2)
     keys = row_of(k, row, head // GROUP, token, ks0, ks1, ks2)
-    square = there[:, None] & (i < C)[None, :]
-    scores = tl.load(by_score + place[:, None] * C + i[None, :], mask=square, other=0.0)
+    scores = load_block(by_score + place[:, None] * C, 0, i, there, C)
     if DELTA:
-        system = tl.load(by_system + place[:, None] * C + i[None, :], mask=square, other=0.0)
-    at = (chunk.to(tl.int64) * H + head) * K
+        system = load_block(by_system + place[:, None] * C, 0, i, there, C)
+    at = (tl.program_id(0).to(tl.int64) * H + head) * K
     to_total = tl.load(dtotal + place, mask=there, other=0.0)
     to_rate = tl.load(dbeta + place, mask=there, other=0.0)
     to_last = 0.0
@@ -204,13 +194,12 @@ def operands_kernel(
             state = tl.load(states + cell, mask=both, other=0.0)
             ahead = tl.load(grad_states + cell, mask=both, other=0.0)
             to_last += through * tl.sum(state.to(tl.float32) * ahead.to(tl.float32))
-            to_q += tl.dot(tl.load(outputs[:, None] + start + column[None, :], mask=inside, other=0.0), state)
+            to_q += tl.dot(load_block(outputs, start, column, there, V), state)
             if DELTA:
                 to_k += tl.dot(tl.load(missing + where, mask=inside, other=0.0), state)
             to_end += tl.dot(tl.load(written + where, mask=inside, other=0.0), ahead)
-        inside = there[:, None] & (begin + key < K)[None, :]
-        a = tl.load(queries[:, None] + begin + key[None, :], mask=inside, other=0.0)
-        b = tl.load(keys[:, None] + begin + key[None, :], mask=inside, other=0.0)
+        a = load_block(queries, begin, key, there, K)
+        b = load_block(keys, begin, key, there, K)
         to_q = SCALE * entering[:, None] * to_q
         to_k = entering[:, None] * to_k
         to_end = leaving[:, None] * to_end
@@ -224,95 +213,51 @@ def operands_kernel(
         to_k += tl.dot(tl.trans(scores), a)
         if DELTA:
             to_k += tl.dot(system, b) + tl.dot(tl.trans(system), b)
-        where = place[:, None] * K + begin + key[None, :]
+        where, inside = place[:, None] * K + begin + key[None, :], there[:, None] & (begin + key < K)[None, :]
         tl.store(dq + where, to_q.to(dq.dtype.element_ty), mask=inside)
         tl.store(dk + where, to_k.to(dk.dtype.element_ty), mask=inside)
     tl.store(dbeta + place, to_rate, mask=there)
     tl.store(dg + place, tl.cumsum(tl.where(there, to_total, 0.0), 0, reverse=True) + to_last, mask=there)
 
 
-class Operands:
-    """The operands of a backward call, and values common to its kernels.
-
-    Args:
-        grad, q, k, v, beta, offsets, documents, scale: as given to `backward`.
-    """
-
-    def __init__(self, grad, q, k, v, beta, offsets, documents, scale):
-        (self.grad, grads), (self.q, queries), (self.k, keys), (self.v, self.value_strides) = map(rows, (grad, q, k, v))
-        self.beta, self.offsets, self.documents = beta, offsets, documents
-        self.strides = (*grads, *queries, *keys)
-        batch, self.tokens, heads, width = v.shape
-        self.count, self.shape = chunks_of(self.tokens), (batch, self.tokens, heads)
-        sizes = dict(H=heads, GROUP=heads // q.shape[2], K=q.shape[3], V=width, C=CHUNK)
-        self.constants = dict(SCALE=float(scale), HAS_DOCUMENTS=documents is not None, **sizes)
-
-    def empty(self, width, dtype=None):
-        """An empty tensor with values for each token of each head."""
-        return torch.empty(*self.shape, *width, dtype=dtype or self.v.dtype, device=self.v.device)
-
-    def options(self, name):
-        """A kernel's constants and its tile."""
-        tile = _tiles.pick(name, self.v, self.v.shape[3])
-        return tile, dict(
-            self.constants, KEYS=tile.step, BLOCK=tile.block, num_warps=tile.num_warps, num_stages=tile.num_stages
-        )
-
-
 def products(call, chunks, written, grad_written):
     """Gradients of the square matrices of chunks.
 
     Args:
-        call: the backward's operands.
+        call: `Operands`.
         chunks, written: from `prepare` and the forward's `scan`.
-        grad_written: from `delta_rule_backward.scan`.
+        grad_written: from ``backward_pass.scan``.
 
     Returns:
-        (by_score, by_system [B, T, H, 64], missing, dv [B, T, H, V], dtotal, dbeta [B, T, H] in fp32, unfinished);
+        ((by_score, by_system), [B, T, H, 64]; missing, dv [B, T, H, V]; dtotal, dbeta [B, T, H] in fp32, unfinished).
         by_system and missing are None without the delta.
     """
-    width = call.v.shape[3]
-    delta = chunks.w is not None
-    squares = call.empty([CHUNK]), call.empty([CHUNK]) if delta else None
-    values = call.empty([width]) if delta else None, call.empty([width])
-    sums = call.empty([], torch.float32), call.empty([], torch.float32)
-    _, options = call.options("delta_products")
+    squares = call.of_tokens(CHUNK), call.of_tokens(CHUNK) if call.delta else None
+    values = call.of_tokens(call.width) if call.delta else None, call.of_tokens(call.width)
+    sums = call.of_tokens(dtype=torch.float32), call.of_tokens(dtype=torch.float32)
     given = (call.grad, call.q, call.k, call.v, call.beta, chunks.total, call.documents)
     tensors = (*given, chunks.inverse, written, grad_written, *squares, *values, *sums)
-    strides = (*call.strides, *call.value_strides)
-    grid = (call.shape[0] * call.count, call.shape[2])
-    launch(products_kernel, grid, *tensors, call.tokens, call.count, *strides, DELTA=delta, **options)
-    return (*squares, *values, *sums)
+    strides = (*call.grad_strides, *call.q_strides, *call.k_strides, *call.v_strides)
+    call.each_chunk(products_kernel, "delta_products", tensors, *strides)
+    return squares, *values, *sums
 
 
-def operands(call, chunks, states, grad_states, by_score, by_system, missing, dtotal, dbeta):
+def operands(call, chunks, states, grad_states, squares, missing, dtotal, dbeta):
     """Gradients of the rows of chunks; dbeta is completed in place.
 
     Args:
-        call: the backward's operands.
+        call: `Operands`.
         chunks, states: from `prepare` and the forward's `scan`.
-        grad_states: from `delta_rule_backward.scan`.
-        by_score, by_system, missing, dtotal, dbeta: from `products`.
+        grad_states: from ``backward_pass.scan``.
+        squares, missing, dtotal, dbeta: from `products`.
 
     Returns:
         (dq, dk [B, T, H, K], not yet summed over heads that share q and k; dg [B, T, H] in fp32).
     """
-    keys = call.q.shape[3]
-    dq, dk, dg = call.empty([keys]), call.empty([keys]), call.empty([], torch.float32)
-    _, options = call.options("delta_operands")
-    given = (
-        call.grad,
-        call.q,
-        call.k,
-        call.beta,
-        chunks.total,
-        call.documents,
-        states.written,
-        states.entering,
-        grad_states,
-    )
-    tensors = (*given, by_score, by_system, missing, dq, dk, dtotal, dg, dbeta)
-    grid = (call.shape[0] * call.count, call.shape[2])
-    delta = chunks.w is not None
-    launch(operands_kernel, grid, *tensors, call.tokens, call.count, *call.strides, DELTA=delta, **options)
+    dq, dk = call.of_tokens(call.keys), call.of_tokens(call.keys)
+    dg = call.of_tokens(dtype=torch.float32)
+    given = (call.grad, call.q, call.k, call.beta, chunks.total, call.documents)
+    given = (*given, states.written, states.entering, grad_states, *squares, missing)
+    tensors = (*given, dq, dk, dtotal, dg, dbeta)
+    call.each_chunk(operands_kernel, "delta_operands", tensors, *call.grad_strides, *call.q_strides, *call.k_strides)
     return dq, dk, dg
