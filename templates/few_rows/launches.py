@@ -8,16 +8,13 @@ import torch
 import triton
 
 from .._launch import launch, multiprocessors, next_power_of_2
-from ..nf4 import SIBLINGS, Weight
+from ..nf4 import Weight
 from .kernels import finish_kernel, product_kernel
+from .limits import MAX_RANKS, MAX_ROWS, SIBLINGS, STEP, TILE
 from .unpack import tables_of
 
-__all__ = ["MAX_RANKS", "MAX_ROWS", "begin", "finish", "in_order"]
+__all__ = ["begin", "finish", "in_order"]
 
-MAX_ROWS = 64  #: of x: beyond, a product with dequantised weights is faster
-MAX_RANKS = 64  #: of all adapters together
-TILE = 64  #: rows of a weight that a program multiplies; 128 need too many registers to hide their loads
-STEP = 128  #: columns that it takes at once
 MAX_PARTS = 8
 PIECES = 16  #: programs that multiply by all A
 

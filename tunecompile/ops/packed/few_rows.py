@@ -12,12 +12,11 @@ from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
 from tunecompile.ops.frozen_weights import PackedWeights
 from tunecompile.ops.nf4 import dequantize_4bit
+from tunecompile.templates.few_rows.limits import MAX_RANKS, MAX_ROWS, SIBLINGS, STEP, TILE
 
 __all__ = ["BECAUSE", "linear_4bit", "product", "refuse"]
 
 BECAUSE = "few rows: 4-bit weights are unpacked in registers, and never written"
-MAX_ROWS, MAX_RANKS, SIBLINGS = 64, 64, 3  #: as the template's
-TILE, STEP = 64, 128  #: what divides rows and columns of a weight
 
 
 def refuse(
