@@ -22,6 +22,7 @@ LEVELS = (
     "compiler integrations",
     "passes runtime",
     "verification report estimate",
+    "api",
     "trainers",
     "__init__",
     "cli",

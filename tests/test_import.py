@@ -18,9 +18,9 @@ print(*[name for name in sys.modules if name.startswith("tunecompile.") and not 
 """
 
 HIDDEN = """
-import tunecompile.report.report, tunecompile.estimate.network, tunecompile.trainers.api
+import tunecompile.report.report, tunecompile.estimate.network, tunecompile.api
 from tunecompile import estimate, report
-assert estimate is tunecompile.estimate and report is tunecompile.report is tunecompile.trainers.api.report
+assert estimate is tunecompile.estimate and report is tunecompile.report is tunecompile.api.report
 assert callable(report) and callable(estimate)
 """
 
@@ -55,4 +55,4 @@ def test_names_are_those_of_their_modules(monkeypatch):
     monkeypatch.setattr(tunecompile, "optimize", print)
     assert tunecompile.optimize is print
     monkeypatch.undo()
-    assert tunecompile.optimize is sys.modules["tunecompile.trainers.api"].optimize
+    assert tunecompile.optimize is sys.modules["tunecompile.api"].optimize

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # for editors and type checkers; `HOMES` says the same when t
     from tunecompile.planner.liveness import tensor_bytes
     from tunecompile.report.explain import explain
     from tunecompile.report.memory_timeline import memory_timeline
-    from tunecompile.trainers.api import free, optimize, report, restore
+    from tunecompile.api import free, optimize, report, restore
     from tunecompile.trainers.huggingface import Callback
     from tunecompile.trainers.watch import Watcher, watch
     from tunecompile.verification.check_pass import Example, Finding, check, compiled
@@ -60,7 +60,7 @@ HOMES = {
         ("planner.liveness", "tensor_bytes"),
         ("report.explain", "explain"),
         ("report.memory_timeline", "memory_timeline"),
-        ("trainers.api", "free optimize report restore"),
+        ("api", "free optimize report restore"),
         ("trainers.huggingface", "Callback"),
         ("trainers.watch", "Watcher watch"),
         ("verification.check_pass", "Example Finding check compiled"),

@@ -43,7 +43,7 @@ def step_of(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-def trained_as_before(**options) -> tunecompile.trainers.api.Report:
+def trained_as_before(**options) -> tunecompile.api.Report:
     """Of a model whose gradients, optimized, are those it had."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(TwoLinears() for _ in range(3))))
     expected = step_of(model)

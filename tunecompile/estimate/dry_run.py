@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
-from tunecompile._torch.distributed import sharded
 from tunecompile._torch.dynamo import static_shapes
 from tunecompile._torch.fake_tensors import FakeTensorMode
 from tunecompile._torch.modules import fill

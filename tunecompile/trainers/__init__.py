@@ -1,1 +1,1 @@
-"""How tunecompile is switched on: the public functions (`api`), and a door for each trainer of other people's."""
+"""Doors: how tunecompile is switched on in trainers of other people's."""

@@ -44,7 +44,7 @@ def import_packages(job: Job) -> None:
     from tunecompile.cli.compare import data, gradients, loops, models, parallel  # noqa: F401
 
     packages = ["peft"] * (job.mode != "full") + ["bitsandbytes"] * (job.mode == "qlora")
-    engines = {"tunecompile": ["tunecompile.trainers.api"], "liger": ["liger_kernel.transformers"]}
+    engines = {"tunecompile": ["tunecompile.api"], "liger": ["liger_kernel.transformers"]}
     packages += engines.get(job.engine, [])
     for package in packages:
         importlib.import_module(package)
