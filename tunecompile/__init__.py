@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; `HOMES` says the same when the code runs
+    from tunecompile.api import free, optimize, report, restore
     from tunecompile.compiler.pass_manager import Context, Pass, recognize
     from tunecompile.estimate.estimate import Estimate, estimate
     from tunecompile.integrations.export.gguf import save_gguf
@@ -36,7 +37,6 @@ if TYPE_CHECKING:  # for editors and type checkers; `HOMES` says the same when t
     from tunecompile.planner.liveness import tensor_bytes
     from tunecompile.report.explain import explain
     from tunecompile.report.memory_timeline import memory_timeline
-    from tunecompile.api import free, optimize, report, restore
     from tunecompile.trainers.huggingface import Callback
     from tunecompile.trainers.watch import Watcher, watch
     from tunecompile.verification.check_pass import Example, Finding, check, compiled

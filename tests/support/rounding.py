@@ -12,7 +12,6 @@ from tunecompile.runtime.unpad import decision, flat_batch, rounding
 from tunecompile.runtime.unpad.rounding import Rounding
 
 MULTIPLE = 64  #: in place of what kernels of a GPU are made for
-SIZES = 3  #: from so many on they are rounded, so that tests are short
 
 
 def waited_for(monkeypatch, learns: bool = True) -> None:
@@ -22,7 +21,6 @@ def waited_for(monkeypatch, learns: bool = True) -> None:
     """
     if learns:
         monkeypatch.setattr(Rounding, "_learn", lambda self, tokens: setattr(self, "waits", 1 << 30))
-    monkeypatch.setattr(rounding, "SIZES", SIZES)
     for module in (flat_batch, rounding):
         monkeypatch.setattr(module, "multiple_on", lambda device: MULTIPLE)
 

@@ -13,7 +13,9 @@ NOTES = {
         "packed batches keep their mask: {detail}",
         "Follow the reason, if it is yours to change. The numbers are right.",
     ),
-    "sizes-rounded": NoteKind("sizes of {subject} that seldom recur are rounded up ({count} batches)"),
+    "sizes-rounded": NoteKind(
+        "sizes of {subject} other than the first are rounded up, so that they recur ({count} batches)"
+    ),
     "whole-by-padded": NoteKind(
         "rows of {subject} without padding run by the graph of padded ones, where their size is not the first one's "
         "({count} batches)"

@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from tunecompile.api import optimize, report
 from tunecompile.errors import HostTooOld, NotOptimized
 from tunecompile.report.report import Report
 from tunecompile.runtime.layers.find_layers import find_layers
 from tunecompile.runtime.model_state import is_optimized
-from tunecompile.api import optimize, report
 
 __all__ = ["RUN", "SITE", "Door", "check_host", "held_by", "merges_in_run", "options_of_run", "trained"]
 

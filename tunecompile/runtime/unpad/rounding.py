@@ -1,12 +1,11 @@
 """Sizes that come with batches are rounded up, so that shapes recur: rows without padding, and the patches of a tower.
 
-A launch-bound layer is replayed where its shape was recorded, and so where it comes again (`cuda_graphs.replay`). Rows
-with padding come as one row of documents, whose size is rounded. Rows without any come as they are, and patches do:
-where hardly two batches have images of one size, hardly a layer is ever recorded. So from some sizes on, as long as
-launches are waited for, such rows are one row of documents, too, and a tower's patches have another image behind them.
-
-Rows without padding, of another length than the first ones, come as documents as well where padded batches have: that
-graph is there, and a third one is not compiled for them. A model that is given a mask makes one for these, too.
+A layer has two graphs: for rows of documents, of any number of tokens, and for batches as they come, of the first size.
+Rows with padding come as documents, and the number of tokens is rounded, so that launch-bound layers see shapes that
+were recorded (`cuda_graphs.replay`). Rows without any come as documents where their size is not the first one's, too,
+unless the device is known to be busy with so many: there attention of whole rows is faster, and pays for a third graph,
+in the end (`OFTEN`) even where padded batches have made the second one. A model that is given a mask makes one for
+these. A tower's patches have another image behind them, so that their sizes recur.
 
 That is right where attention is known to be causal, or to be by the bounds of images, and where layers treat each token
 by itself otherwise. Their graphs say so: of a call that came as it is, and of the one that ran.
@@ -15,7 +14,6 @@ by itself otherwise. Their graphs say so: of a call that came as it is, and of t
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -34,16 +32,11 @@ from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 from tunecompile.runtime.unpad.told import Told
 
-#: from so many different ones on they are rounded. Fewer recur, and are recorded as they are: attention by documents is
-#: slower (0.33 ms for cuDNN's 0.21, 4x514 tokens, H100), and compiled once more
-SIZES = 12
-STAYS = 3  #: calls that one size has come as it is, in which it was recorded
 PARTS = 8  #: of the numbers between a power of two and the next: at most one part, or a multiple, is filled up
 #: times the largest size whose launches are known to be waited for; a larger one comes as it is, and tells
 REACH = 1.25
 #: batches without padding that ran by the graph of padded ones, from which one of their own pays: attention is faster
 OFTEN = 256
-COUNTED = 64  #: sizes that are told apart
 KINDS = 16  #: kinds of calls of one layer that are told apart
 #: why padding stays, where that says nothing of rows without any
 _OF_PADDING = ("one-owner-several-lists", "logits-read")
@@ -55,6 +48,11 @@ class Replays(Protocol):
     @property
     def closed(self) -> bool:
         """Whether nothing can be recorded."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """The type of device whose graphs are recorded."""
         ...
 
     def last_waits(self) -> bool | None:
@@ -113,7 +111,6 @@ class Rounding:
         self, owner: nn.Module, members: Callable[[], Sequence[nn.Module]], watch: OwnerWatch, replays: Replays | None
     ):
         self.owner, self.members, self.watch, self.replays = owner, members, watch, replays
-        self.seen: Counter[tuple[int, ...]] = Counter()  #: sizes that came as they are
         self.waits = 0  #: the largest number of tokens whose launches are known to be waited for
         self.computes: float = float("inf")  #: the smallest whose are not
         self.known: weakref.WeakKeyDictionary[nn.Module, WithoutMask] = weakref.WeakKeyDictionary()
@@ -122,7 +119,7 @@ class Rounding:
         self.kept: Note | None = None  #: why the last one that changed was not
         self.scores = True  #: whether those of calls without gradients are
         self.count = 0  #: steps
-        self.first: tuple[int, int] | None = None  #: the first rows without padding that came as they are
+        self.first: tuple[int, ...] | None = None  #: the size of the first batch without padding that came as it is
         self.apart = False  #: whether others did, which have a graph of their own
         self.joined = 0  #: how many others came as documents, since padded ones do
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()  #: of padded batches
@@ -168,25 +165,28 @@ class Rounding:
 
     def _of_rows(self, call: OwnerCall, rows: int, length: int, device: torch.device) -> FlatBatch | None:
         """Rows without padding as documents; None where they come as they are."""
-        pays = self._pays((rows, length), rows * length)
-        joins = not pays and self._joins((rows, length))
-        if (pays and self._may(self._why_not_causal)) or joins:
+        size = rows, length
+        rounds = self._is_other(size) and self._waits(rows * length, device) and self._may(self._why_not_causal)
+        joins = not rounds and self._joins(size)
+        if rounds or joins:
             flat = FlatBatch.of_whole_rows(rows, length, 0, device, 0 if joins else rounded_up(rows * length, device))
             flat.fills, flat.rounds, flat.joins, call.whole = MASK, True, joins, True
             return flat
-        if call.trains:
-            self.first = self.first or (rows, length)
-            self.apart |= self.first != (rows, length)
+        self._came(size, call)
         return None
 
+    def _came(self, size: tuple[int, ...], call: OwnerCall) -> None:
+        """A batch comes as it is."""
+        if call.trains:
+            self.first = self.first or size
+            self.apart |= self.first != size
+
     def came(self, layer: nn.Module, args: tuple, kwargs: dict, graph: Graph | None) -> None:
-        """Learn from a layer's call that ran as it comes: from one, and from all once sizes change."""
-        several = len(self.seen) >= SIZES - 1
-        if (layer in self.looked and not several) or in_backward() or (hidden := hidden_in(args, kwargs)) is None:
+        """Learn from a layer's call that ran as it comes."""
+        if in_backward() or (hidden := hidden_in(args, kwargs)) is None:
             return
-        if several:
-            self._learn(hidden.shape[:-1].numel())
-        if graph is None:
+        self._learn(hidden.shape[:-1].numel())
+        if layer in self.looked or graph is None:
             return
         if graph.of_images:
             self.towers[layer] = graph
@@ -280,14 +280,18 @@ class Rounding:
 
     def _joins(self, size: tuple[int, int]) -> bool:
         """Whether rows without padding run by the graph of padded batches, in place of one for changing sizes."""
-        return self._is_other(size) and (self._why_not_joined() or self.watch.reason()) is None
+        return self._may_join(size) and (self._why_not_joined() or self.watch.reason()) is None
 
     def joins_by_mask(self, size: tuple[int, int]) -> bool:
         """Whether they do under a mask, which the model would leave out: attention is causal without it, too."""
-        return self._is_other(size) and self._is_causal() and self.watch.reason() is None
+        return self._may_join(size) and self._is_causal() and self.watch.reason() is None
 
-    def _is_other(self, size: tuple[int, int]) -> bool:
+    def _may_join(self, size: tuple[int, int]) -> bool:
         return len(self.graphs) > 0 and not self.apart and self.first != size and self.joined < OFTEN
+
+    def _is_other(self, size: tuple[int, ...]) -> bool:
+        """Whether a batch is not of the size that has a graph of its own."""
+        return self.first is not None and self.first != size
 
     def _is_causal(self) -> bool:
         """Whether modules of transformers' in layers say so. (Those of other packages are a reason of the watch's.)"""
@@ -296,16 +300,11 @@ class Rounding:
             self.switches = ids, [each for layer in self.members() for each in _switches_of(layer)]
         return all(each["is_causal"] for each in self.switches[1])
 
-    def _pays(self, size: tuple[int, ...], tokens: int) -> bool:
-        """Whether a batch of this size is rounded: where sizes change, and the host is waited for."""
-        again = self.seen[size] >= STAYS
-        several = len(self.seen.keys() | {size}) >= SIZES
-        waits = tokens <= REACH * self.waits and tokens < self.computes
-        if several and not again and waits and self.replays is not None and not self.replays.closed:
-            return True
-        if torch.is_grad_enabled() and (size in self.seen or len(self.seen) < COUNTED):
-            self.seen[size] += 1
-        return False
+    def _waits(self, tokens: int, device: torch.device) -> bool:
+        """Whether launches of so many tokens are waited for, as far as is known, so that recordings pay."""
+        if self.replays is None or self.replays.closed or tokens >= self.computes:
+            return False
+        return tokens <= REACH * self.waits if self.waits else device.type == self.replays.device
 
     def _patches(self, call: OwnerCall, images: ImageBounds, args: tuple, kwargs: dict) -> FlatBatch | None:
         """A tower's row of patches, with another image behind the last that fills it up."""
@@ -318,8 +317,11 @@ class Rounding:
         patches, lone = hidden.shape[-2], hidden.dim() == 2
         if not call.sized:
             call.sized = True
-            if self._pays((patches,), patches) and self._may(self._why_not_by_images):
+            waits = self._is_other((patches,)) and self._waits(patches, hidden.device)
+            if waits and self._may(self._why_not_by_images):
                 call.rounded = FlatBatch.of_patches(patches, rounded_up(patches, hidden.device), lone, hidden.device)
+            else:
+                self._came((patches,), call)
         flat = call.rounded
         if flat is None or (flat.real, flat.lone) != (patches, lone):
             return None
