@@ -1,6 +1,7 @@
 """Head and loss in one graph: what is joined, what is left alone, and that both are right."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -138,6 +139,25 @@ def test_labels_may_change_between_head_and_loss():
     check(fn, *given, passes=family("linear_cross_entropy"), expect={"linear_cross_entropy": 1}, whole=False)
 
 
+def test_rows_whose_number_is_a_symbol():
+    """They may be reshaped, and sliced before, but not behind."""
+
+    def fn(cut, x, weight, labels):
+        return F.cross_entropy(cut(F.linear(x, weight)).float(), cut(labels[..., None])[:, 0])
+
+    def before(of):
+        return of[:, 1:].reshape(-1, of.shape[-1])
+
+    def behind(of):
+        return of.reshape(-1, of.shape[-1])[2:]
+
+    given = random(3, 6, HIDDEN), random(VOCABULARY, HIDDEN), torch.randint(VOCABULARY, (3, 6))
+    options = {"passes": family("linear_cross_entropy"), "rows": (0, 1), "whole": False}
+    check(functools.partial(fn, before), *given, expect={"linear_cross_entropy": 1}, **options)
+    seen = check(functools.partial(fn, behind), *given, expect={}, **options)
+    assert "sizes that are not known" in str(seen.refused)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     "loss, joined",
@@ -152,8 +172,8 @@ def test_labels_may_change_between_head_and_loss():
         (weighted, 0),
         (each_row, 1),
         (each_token, 1),
-        (sliced_after_flattening, 0),
-        (tanh_alone, 0),
+        (sliced_after_flattening, 1),
+        (tanh_alone, 1),
     ],
 )
 def test_loss_and_gradients(loss, joined, bias):

@@ -74,6 +74,9 @@ WITHOUT_LOGITS = {
     "rows that are scaled": each_row(lambda row, labels: log_probs(row / 0.7, labels)),
     "a soft-cap": lambda logits, labels: log_probs(torch.tanh(logits / 2.0) * 2.0, labels),
     "a soft-cap of a scale": lambda logits, labels: log_probs((logits * 3 / 1.5).tanh().mul(1.5), labels),
+    "a tanh alone": lambda logits, labels: log_probs(logits.tanh(), labels),
+    "a quotient of a soft-cap": lambda logits, labels: log_probs(logits.tanh() / 2.0, labels),
+    "a soft-cap that is scaled": lambda logits, labels: log_probs(logits.tanh() * 2.0 * 3.0, labels),
     "a divisor": lambda logits, labels: log_probs(logits / 0.3, labels),
     "all of the vocabulary": lambda logits, labels: log_probs(logits[..., :], labels),
     "tokens, then all": lambda logits, labels: log_probs(logits[:, 1:, ...], labels[:, 1:]),
@@ -123,10 +126,9 @@ OF_LOGITS = {
     "rows in another order": lambda logits, labels: torch.stack([logits[1].logsumexp(-1), logits[0].logsumexp(-1)]),
     "rows at the end": lambda logits, labels: torch.stack([row.logsumexp(-1) for row in logits], dim=-1),
     "rows by a name": lambda logits, labels: torch.stack(tensors=[row.logsumexp(-1) for row in logits]),
-    "a tanh alone": lambda logits, labels: log_probs(logits.tanh(), labels),
     "two of them": lambda logits, labels: log_probs(logits.tanh().tanh() * 2, labels),
-    "a quotient of a soft-cap": lambda logits, labels: log_probs(logits.tanh() / 2.0, labels),
-    "a soft-cap that is scaled": lambda logits, labels: log_probs(logits.tanh() * 2.0 * 3.0, labels),
+    "a soft-cap that is turned": lambda logits, labels: log_probs(logits.tanh() * -2.0, labels),
+    "a soft-cap that is cleared": lambda logits, labels: log_probs(logits.tanh() * 0.0 * 2.0, labels),
     "half of the vocabulary": lambda logits, labels: log_probs(logits[..., ::2], labels // 2),
     "every word by itself": lambda logits, labels: log_probs(
         logits.view(ROWS, TOKENS, WORDS, 1).squeeze(-1).transpose(0, 1), labels.t()

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +9,7 @@ from torch import nn
 
 from tests.support.heads import WIDTH, WORDS, linear, states
 from tests.support.notes import has
-from tunecompile.runtime.loss_head.deferred import Unfit
 from tunecompile.runtime.loss_head.linear_head import HeadTracer, NotLinear
-from tunecompile.runtime.loss_head.logit_chain import Chain, _bent
 
 
 class Squared(nn.Linear):
@@ -48,13 +45,3 @@ def test_what_was_compiled_keeps_no_tracer():
     del tracer
     gc.collect()
     assert gone() is None
-
-
-def test_why_logits_are_not_capped():
-    """A second tanh, or one of log-probabilities; a first one is half of a soft cap."""
-    made = Chain(torch.ones(2, 3))
-    assert _bent(made).tanh and not made.tanh
-    for before, why in (({"tanh": True}, "two-tanh"), ({"normalized": True}, "log-probs-changed")):
-        with pytest.raises(Unfit) as told:
-            _bent(replace(made, **before))
-        assert told.value.reason.code == why

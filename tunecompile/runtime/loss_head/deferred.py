@@ -13,20 +13,9 @@ from torch.utils import _pytree as pytree
 
 from tunecompile._torch.autograd import plain_tensors
 from tunecompile.errors import NoGradient
+from tunecompile.ir.logit_chain import Unfit
 from tunecompile.notes import Note
 from tunecompile.runtime.watch.module_watch import hook_node
-
-
-class Unfit(Exception):
-    """A recorded chain does not fit a loss without logits.
-
-    Args:
-        reason: a note.
-    """
-
-    def __init__(self, reason: Note):
-        super().__init__(reason)
-        self.reason = reason
 
 
 @dataclass(eq=False)

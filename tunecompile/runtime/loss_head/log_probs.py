@@ -10,32 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile.ir.logit_chain import Chain, Step, Unfit, calls, spelled
 from tunecompile.notes import note
 from tunecompile.runtime.loss_head.deferred import (
     LOSSES,
     RECORD,
     GradientProbe,
     LazyTensor,
-    Unfit,
     handles,
     lazily,
     pass_by,
     recipe_of,
 )
-from tunecompile.runtime.loss_head.logit_chain import Chain, understand
-from tunecompile.runtime.loss_head.logits import (
-    CASTS,
-    COPIES,
-    PRODUCTS,
-    QUOTIENTS,
-    RESHAPES,
-    SLICES,
-    TANH,
-    Logits,
-    LogitStep,
-    record,
-    shape_of,
-)
+from tunecompile.runtime.loss_head.logits import Logits, deferred, record, shape_of
 from tunecompile.runtime.loss_head.losses import each_row, result_dtype
 
 
@@ -44,12 +31,13 @@ class RowReduction:
     """The recipe of one number for each row: its logsumexp, or the logit or log-probability that `index` picks."""
 
     origin: Logits
-    steps: tuple[LogitStep, ...]  #: of the origin, when this was recorded
-    reduce: LogitStep
+    steps: tuple[Step, ...]  #: of the origin, when this was recorded
+    chain: Chain  #: which they amount to
+    reduce: Step
     index: Tensor | None  #: [rows..., 1]; None for logsumexp
     meta: Tensor
     trained: bool
-    views: tuple[LogitStep, ...] = ()
+    views: tuple[Step, ...] = ()
     real: Tensor | None = None
     line: tuple[GradientProbe, ...] = field(init=False, default_factory=lambda: (GradientProbe(),))
 
@@ -69,9 +57,18 @@ class RowReduction:
     def evaluated(self) -> bool:
         return self.origin.evaluated
 
-    @property
-    def chain(self) -> Chain:
-        return understand(self.origin, self.steps)
+    def alike(self, other: Any, chain: Chain) -> bool:
+        """Whether `other` is, without being computed yet, of the same logits, but for a `chain` of its own."""
+        return (
+            isinstance(other, RowReduction)
+            and self.real is other.real is None
+            and other.hidden is self.hidden
+            and other.head is self.head
+            and other.trained == self.trained
+            and other.chain == chain
+            and other.origin.meta.dtype == self.origin.meta.dtype
+            and other.meta.shape == self.meta.shape
+        )
 
     def materialize(self) -> Tensor:
         if self.real is not None:
@@ -83,8 +80,9 @@ class RowReduction:
         return value
 
     def _make(self) -> Tensor:
-        if self.index is not None and (chain := self.chain).normalized:
-            return pass_by(log_probabilities(self.origin, chain, self.index, self.meta, self.trained), self.line[:-1])
+        if self.index is not None and self.chain.normalized:
+            made = log_probabilities(self.origin, self.chain, self.index, self.meta, self.trained)
+            return pass_by(made, self.line[:-1])
         if not self.origin.still(self.steps):
             return pass_by(self._taken_of(self.head.attempt(lambda: self.origin.compute(self.steps))), self.line[:-1])
         return pass_by(
@@ -109,9 +107,9 @@ class RowReduction:
             self.origin.read_by(func)
 
 
-def _take(origin: Logits, reduce: LogitStep, index: Tensor | None = None) -> LazyTensor:
-    meta = reduce(origin.meta) if index is None else origin.meta.new_empty(index.shape)
-    return lazily(RowReduction(origin, origin.steps, reduce, index, meta, torch.is_grad_enabled() and origin.trained))
+def _take(origin: Logits, chain: Chain, reduce: Step, index: Tensor | None = None) -> LazyTensor:
+    trained = torch.is_grad_enabled() and origin.trained
+    return lazily(RowReduction(origin, origin.steps, chain, reduce, index, reduce.made, trained))
 
 
 def log_probabilities(origin: Logits, chain: Chain, index: Tensor, meta: Tensor, trained: bool) -> Tensor:
@@ -120,26 +118,21 @@ def log_probabilities(origin: Logits, chain: Chain, index: Tensor, meta: Tensor,
     Raises:
         Unfit: the user's own code computes with more digits.
     """
-    return -each_row(origin, chain, index.flatten(), trained).view(meta.shape).to(meta.dtype)
+    return -each_row(origin, chain, trained, index.flatten()).view(meta.shape).to(meta.dtype)
 
 
 def _bound(names: Sequence[str], args: tuple, kwargs: dict) -> dict[str, Any]:
     return {**dict(zip(names, args)), **kwargs}
 
 
-def _deferred(value: Any) -> Logits | None:
-    recipe = recipe_of(value)
-    return recipe if isinstance(recipe, Logits) and recipe.deferred else None
-
-
 # -- recorded --
 
 
-@handles(RECORD, F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax)
+@handles(RECORD, *spelled("log_softmax"))
 def log_softmax(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Record log_softmax over the vocabulary."""
     given = _bound(("input", "dim", "_stacklevel" if func is F.log_softmax else "dtype", "dtype"), args, kwargs)
-    recipe = _deferred(given.get("input"))
+    recipe = deferred(given.get("input"))
     dtype = given.get("dtype")
     if (
         recipe is None
@@ -148,46 +141,42 @@ def log_softmax(func: Callable, args: tuple, kwargs: dict) -> Any:
         or (dtype is not None and not dtype.is_floating_point)
     ):
         return NotImplemented
-    if understand(recipe).normalized:
+    if recipe.chain.normalized:
         raise Unfit(note("log-probs-normalised-again"))
     # autocast's own dtype is recorded, since the real values may be computed outside of it
     dtype = dtype or result_dtype(torch.log_softmax, recipe.meta.dtype, recipe.hidden.device.type)
-    return recipe.then(
-        LogitStep(torch.log_softmax, (-1,), {"dtype": dtype}),
-        torch.empty(recipe.meta.shape, dtype=dtype, device="meta"),
-        recipe,
-    )
+    made = torch.empty(recipe.meta.shape, dtype=dtype, device="meta")
+    return recipe.then(Step(torch.log_softmax, made, (-1,), {"dtype": dtype}), recipe)
 
 
-@handles(RECORD, torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp)
+@handles(RECORD, *spelled("logsumexp"))
 def logsumexp(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Record logsumexp over the vocabulary."""
     given = _bound(("input", "dim", "keepdim"), args, kwargs)
-    recipe = _deferred(given.get("input"))
+    recipe = deferred(given.get("input"))
     if recipe is None or "out" in given or given.get("dim") not in (-1, recipe.meta.dim() - 1, (-1,), [-1]):
         return NotImplemented
-    if (
-        understand(recipe).normalized
-        or result_dtype(torch.logsumexp, recipe.meta.dtype, recipe.hidden.device.type) != recipe.meta.dtype
-    ):
+    dtype = result_dtype(torch.logsumexp, recipe.meta.dtype, recipe.hidden.device.type)
+    if (chain := recipe.chain).normalized or dtype != recipe.meta.dtype:
         return NotImplemented
-    return _take(recipe, LogitStep(torch.logsumexp, (-1, bool(given.get("keepdim", False)))))
+    options = -1, bool(given.get("keepdim", False))
+    return _take(recipe, chain, Step(torch.logsumexp, torch.logsumexp(recipe.meta, *options), options))
 
 
-@handles(RECORD, torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)
+@handles(RECORD, *spelled("gather take_along_dim"))
 def gather(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Record a gather of logits, whose logsumexp may be subtracted later, or of one batch row's log-probabilities."""
-    if (found := _picks(func, args, kwargs)) is None or (found[1].normalized and _piece(found[0].steps) is None):
+    if (found := _picks(func, args, kwargs)) is None or (found[1].normalized and not found[1].takes_one):
         return NotImplemented
-    index = found[2].clone()  # the user may write into it
-    return _take(found[0], LogitStep(torch.gather, (-1, index)), index)
+    recipe, chain, index = *found[:2], found[2].clone()  # the user may write into it
+    return _take(recipe, chain, Step(torch.gather, recipe.meta.new_empty(index.shape), (-1, index)), index)
 
 
 def _picks(func: Callable, args: tuple, kwargs: dict) -> tuple[Logits, Chain, Tensor] | None:
     """The logits, their chain and the index of a call that takes one value of each row."""
     along = func in (torch.take_along_dim, Tensor.take_along_dim)
     given = _bound(("input", "indices", "dim") if along else ("input", "dim", "index"), args, kwargs)
-    recipe, index = _deferred(given.pop("input", None)), given.pop("indices" if along else "index", None)
+    recipe, index = deferred(given.pop("input", None)), given.pop("indices" if along else "index", None)
     if recipe is None or given != {"dim": given.get("dim")} or given["dim"] not in (-1, recipe.meta.dim() - 1):
         return None
     if (
@@ -200,14 +189,14 @@ def _picks(func: Callable, args: tuple, kwargs: dict) -> tuple[Logits, Chain, Te
         return None
     if recipe.meta.dtype == torch.float64 != recipe.product.dtype:
         raise Unfit(note("log-probs-in-fp64"))
-    return recipe, understand(recipe), index
+    return recipe, recipe.chain, index
 
 
-@handles(RECORD, Tensor.unbind, torch.unbind)
+@handles(RECORD, *spelled("unbind"))
 def unbind(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Record one row at a time; a loop over a batch calls it, too."""
     given = _bound(("input", "dim"), args, kwargs)
-    recipe = _deferred(given.get("input"))
+    recipe = deferred(given.get("input"))
     if recipe is None or given.get("dim", 0) != 0 or recipe.meta.dim() < 2:
         return NotImplemented
     return tuple(record(Tensor.__getitem__, (given["input"], i), {}) for i in range(recipe.meta.shape[0]))
@@ -225,18 +214,18 @@ def _seen(func: Callable, args: tuple, kwargs: dict) -> Any:
             recipe,
             meta=meta,
             trained=torch.is_grad_enabled() and recipe.trained,
-            views=(*recipe.views, LogitStep(func, args[1:], kwargs)),
+            views=(*recipe.views, Step(func, meta, args[1:], kwargs)),
         )
     )
 
 
-RECORD.update(dict.fromkeys(RESHAPES | COPIES, _seen))
+RECORD.update(dict.fromkeys(calls("reshape", "copy"), _seen))
 
 
 # -- computed --
 
 
-@handles(LOSSES, torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim)
+@handles(LOSSES, *spelled("gather take_along_dim"))
 def log_probability(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Compute the log-probabilities that a gather picks."""
     if (found := _picks(func, args, kwargs)) is None or not found[1].normalized:
@@ -245,78 +234,35 @@ def log_probability(func: Callable, args: tuple, kwargs: dict) -> Any:
     return log_probabilities(recipe, chain, index, recipe.meta.new_empty(index.shape), recipe.trained)
 
 
-@handles(LOSSES, torch.sub, Tensor.sub, Tensor.__sub__, torch.subtract, Tensor.subtract)
+@handles(LOSSES, *spelled("sub __sub__ subtract"))
 def difference(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Compute the log-probability of each label as its logit minus its row's logsumexp."""
     picked, total = map(recipe_of, args) if len(args) == 2 and not kwargs else (None, None)
-    if not isinstance(picked, RowReduction) or not isinstance(total, RowReduction):
+    if not isinstance(picked, RowReduction) or picked.index is None or (chain := picked.chain).normalized:
         return NotImplemented
-    if picked.real is not None or total.real is not None:
-        return NotImplemented
-    same = (
-        picked.steps == total.steps
-        and picked.hidden is total.hidden
-        and picked.head is total.head
-        and picked.trained == total.trained
-    )
-    if (
-        not same
-        or picked.index is None
-        or total.index is not None
-        or picked.meta.shape != total.meta.shape
-        or (chain := picked.chain).normalized
-    ):
+    if not picked.alike(total, chain) or total.index is not None:
         return NotImplemented
     return log_probabilities(picked.origin, chain, picked.index, picked.meta, picked.trained)
 
 
 # -- a batch, row by row --
 
-_WHOLE = (
-    CASTS | PRODUCTS | QUOTIENTS | TANH | {torch.log_softmax, Tensor.contiguous, Tensor.clone, torch.clone}
-)  #: shapes stay as they are
 
-
-def _piece(steps: tuple[LogitStep, ...]) -> int | None:
-    """The position in `steps` that takes one row of a batch, if all later steps also apply to the whole batch."""
-    for at in reversed(range(len(steps))):
-        if steps[at].function in SLICES and type(steps[at].args[0]) is int:
-            return at
-        if steps[at].function not in _WHOLE:
-            return None
-    return None
-
-
-def _joined(args: tuple, kwargs: dict) -> tuple[list[RowReduction], int] | None:
-    """The reductions of all rows of a batch in order, and the step that takes a row, if a call stacks just these."""
+def _joined(args: tuple, kwargs: dict) -> tuple[list[RowReduction], Chain] | None:
+    """The reductions of all rows of a batch in order, and the batch's chain, if a call stacks just these."""
     if len(args) != 1 or kwargs not in ({}, {"dim": 0}):  # torch takes nothing but a list or a tuple
         return None
     parts = [recipe_of(part) for part in args[0]]
-    if (
-        not parts
-        or not all(isinstance(part, RowReduction) and part.real is None for part in parts)
-        or (at := _piece(parts[0].steps)) is None
-    ):
+    first = parts[0] if parts else None
+    if not isinstance(first, RowReduction) or not first.chain.takes_one:
         return None
-    first = parts[0]
-    kinds = [(step.function, step.args, step.kwargs) for step in first.steps[at + 1 :]]
+    whole = replace(first.chain, rows=first.chain.rows[:-1])
     for i, part in enumerate(parts):
-        alike = part.hidden is first.hidden and part.steps[:at] == first.steps[:at] and part.trained == first.trained
-        rest = [(step.function, step.args, step.kwargs) for step in part.steps[at + 1 :]]
-        if (
-            not alike
-            or _piece(part.steps) != at
-            or part.steps[at].args != (i,)
-            or rest != kinds
-            or part.meta.shape != first.meta.shape
-        ):
+        one = replace(whole, rows=(*whole.rows, ("slice", (i,))))
+        if not first.alike(part, one) or (part.index is None) != (first.index is None):
             return None
-        if (part.index is None) != (first.index is None) or (
-            part.index is None and part.reduce.args != first.reduce.args
-        ):
-            return None
-    whole = understand(first.origin, first.steps[:at])
-    return (parts, at) if whole.hidden.shape[0] == len(parts) else None
+    rows = first.origin.meta.shape[:-1].numel()
+    return (parts, whole) if len(first.origin.rows(whole)) == len(parts) * rows else None
 
 
 @handles(RECORD, torch.stack)
@@ -324,27 +270,20 @@ def stacked_sums(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Record the logsumexp of a whole batch, where its rows' are stacked."""
     if (joined := _joined(args, kwargs)) is None or (first := joined[0][0]).index is not None:
         return NotImplemented
-    source = first.origin.source
-    if (
-        any(part.views for part in joined[0])
-        or source is None
-        or not source.deferred
-        or source.steps != first.steps[: joined[1]]
-    ):
+    source, chain = first.origin.source, joined[1]
+    if any(part.views for part in joined[0]) or source is None or not source.deferred or source.chain != chain:
         return NotImplemented
-    return _take(source, first.reduce)
+    options = first.reduce.args
+    return _take(source, chain, Step(torch.logsumexp, torch.logsumexp(source.meta, *options), options))
 
 
 @handles(LOSSES, torch.stack)
 def stacked_log_probabilities(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Compute the log-probabilities of a whole batch, where its rows' are stacked."""
-    if (
-        (joined := _joined(args, kwargs)) is None
-        or not (first := joined[0][0]).index is not None
-        or not first.chain.normalized
-    ):
+    if (joined := _joined(args, kwargs)) is None or not joined[1].normalized:
         return NotImplemented
-    parts, at = joined
-    chain = understand(first.origin, (*first.steps[:at], *first.steps[at + 1 :]))
-    meta = first.meta.new_empty((len(parts), *first.meta.shape))
-    return log_probabilities(first.origin, chain, torch.stack([part.index for part in parts]), meta, first.trained)
+    (first, *_), chain = joined
+    index = torch.stack([part.index for part in joined[0]])
+    return log_probabilities(
+        first.origin, chain, index, first.meta.new_empty((len(joined[0]), *first.meta.shape)), first.trained
+    )

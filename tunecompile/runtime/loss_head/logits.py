@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile.ir.logit_chain import IN_PLACE, AddBias, Chain, Step, calls, read, same_numbers, spelled
 from tunecompile.notes import note
 from tunecompile.runtime.loss_head.deferred import (
     RECORD,
@@ -28,23 +29,11 @@ from tunecompile.runtime.loss_head.deferred import (
 from tunecompile.runtime.loss_head.linear_head import LinearHead
 
 
-@dataclass(frozen=True)
-class LogitStep:
-    """One recorded call: `function(logits, *args, **kwargs)`."""
-
-    function: Callable
-    args: tuple = ()
-    kwargs: dict = field(default_factory=dict)
-
-    def __call__(self, value: Tensor) -> Tensor:
-        return self.function(value, *self.args, **self.kwargs)
-
-
 @dataclass
 class LogitMemory:
     """The recorded in-place products of tensors that share memory, each with the views that lead to it."""
 
-    writes: list[tuple[tuple[LogitStep, ...], LogitStep]] = field(default_factory=list)
+    writes: list[tuple[tuple[Step, ...], Step]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -58,11 +47,11 @@ class Logits:
     meta: Tensor
     trained: bool
     padded: bool  #: whether the hidden states are zero at padding
-    steps: tuple[LogitStep, ...] = ()
+    steps: tuple[Step, ...] = ()
     source: Logits | None = None  #: the logits whose memory this shares, as a view or a cast to the same dtype
     before: Logits | None = None  #: the input of the last step, where it may have other users
     memory: LogitMemory = field(default_factory=LogitMemory)
-    path: tuple[LogitStep, ...] = ()  #: from the first tensor of the memory
+    path: tuple[Step, ...] = ()  #: from the first tensor of the memory
     seen: int = 0  #: of the memory's writes, which `steps` have
     real: Tensor | None = None
     evaluated: bool = False  #: whether they are an evaluation's, whose readers get them exact, at padding, too
@@ -113,14 +102,14 @@ class Logits:
         """
         return self.head.gathered is None and self.product.changed
 
-    def still(self, steps: tuple[LogitStep, ...]) -> bool:
+    def still(self, steps: tuple[Step, ...]) -> bool:
         """Whether the logits are unchanged since `steps`."""
         return self.steps == steps and self.pristine
 
     def recompute(self, hidden: Tensor) -> Tensor | None:
         return self.compute(self.steps, hidden) if self.pristine else None
 
-    def compute(self, steps: tuple[LogitStep, ...], hidden: Tensor | None = None) -> Tensor:
+    def compute(self, steps: tuple[Step, ...], hidden: Tensor | None = None) -> Tensor:
         """Return the logits after some `steps`, in new memory."""
         if self.late:
             self.head.read_late()
@@ -129,11 +118,24 @@ class Logits:
             value = step(value)
         return value
 
-    def then(self, step: LogitStep, meta: Tensor, before: Logits | None = None) -> LazyTensor:
-        """Return `step` of these logits, deferred as well, with the shape and dtype of `meta`."""
-        shared = (
-            meta.untyped_storage()._cdata == self.meta.untyped_storage()._cdata
-        )  # both are held: one address is one storage
+    @property
+    def chain(self) -> Chain:
+        """What the steps amount to.
+
+        Raises:
+            Unfit: a step is no part of a chain.
+        """
+        sizes, product = self.hidden.shape[:-1], self.product
+        return read(torch.empty((*sizes, product.vocabulary), dtype=product.dtype, device="meta"), self.steps)
+
+    def rows(self, chain: Chain) -> Tensor:
+        """Return the hidden states of a chain's rows: [T, H]."""
+        return chain.rows_of(self.hidden, self.hidden.shape[-1])
+
+    def then(self, step: Step, before: Logits | None = None) -> LazyTensor:
+        """Return `step` of these logits, deferred as well."""
+        # both are held: one address is one storage
+        shared = step.made.untyped_storage()._cdata == self.meta.untyped_storage()._cdata
         place: dict[str, Any] = (
             dict(source=self, memory=self.memory, path=(*self.path, step), seen=self.seen) if shared else {}
         )
@@ -143,7 +145,7 @@ class Logits:
                 self.hidden,
                 self.product,
                 self.autocast,
-                meta,
+                step.made,
                 torch.is_grad_enabled() and self.trained,
                 self.padded,
                 (*self.steps, step),
@@ -153,7 +155,7 @@ class Logits:
             )
         )
 
-    def multiply(self, step: LogitStep) -> None:
+    def multiply(self, step: Step) -> None:
         """Record an in-place product."""
         self.steps = (*self.steps, step)
         self.memory.writes.append((self.path, step))
@@ -212,63 +214,32 @@ def _call_hook(hooks: OrderedDict[int, Callable], number: int, grad: Tensor) -> 
     return hooks[number](grad) if number in hooks else None
 
 
-CASTS = {Tensor.float, Tensor.to, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type}
-COPIES = {Tensor.contiguous, Tensor.clone, torch.clone}
-RESHAPES = {
-    Tensor.view,
-    Tensor.reshape,
-    torch.reshape,
-    Tensor.flatten,
-    torch.flatten,
-    Tensor.unsqueeze,
-    torch.unsqueeze,
-    Tensor.squeeze,
-    torch.squeeze,
-}
-SLICES = {Tensor.__getitem__}
-PRODUCTS = {Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__}
-QUOTIENTS = {Tensor.div, torch.div, Tensor.__truediv__, Tensor.true_divide}
-PRODUCTS_IN_PLACE, QUOTIENTS_IN_PLACE = {Tensor.mul_}, {Tensor.div_}
-TANH = {Tensor.tanh, torch.tanh}
-SUMS = {Tensor.add, torch.add, Tensor.__add__, Tensor.__radd__}
+def deferred(value: Any) -> Logits | None:
+    """Return the recipe of logits that are still deferred; None for any other value."""
+    recipe = recipe_of(value)
+    return recipe if isinstance(recipe, Logits) and recipe.deferred else None
 
 
-@handles(RECORD, *CASTS, *COPIES, *RESHAPES, *SLICES, *PRODUCTS, *QUOTIENTS, *TANH)
+@handles(RECORD, *calls("cast", "copy", "reshape", "slice", "multiply", "divide", "tanh"))
 def record(func: Callable, args: tuple, kwargs: dict) -> Any:
     """A call that leaves the rows of logits apart."""
-    lazy, args, kwargs = (
-        (args[0], args[1:], kwargs)
-        if args
-        else (kwargs.get("input"), (), {k: v for k, v in kwargs.items() if k != "input"})
-    )
-    recipe = recipe_of(lazy)
-    if not isinstance(recipe, Logits) or not recipe.deferred:
+    if not args:
+        args, kwargs = (kwargs.get("input"),), {name: item for name, item in kwargs.items() if name != "input"}
+    recipe = deferred(args[0])
+    meta = None if recipe is None else shape_of(func, recipe.meta, args[1:], kwargs)
+    if recipe is None or meta is None or not same_numbers(func, recipe.meta, meta):
         return NotImplemented
-    meta = shape_of(func, recipe.meta, args, kwargs)
-    changed = (
-        meta is None or not meta.is_floating_point() or (func is Tensor.view and meta.dtype != recipe.meta.dtype)
-    )  # their bits, or to whole numbers
-    return NotImplemented if changed else recipe.then(LogitStep(func, args, kwargs), meta)
+    return recipe.then(Step(func, meta, args[1:], kwargs))
 
 
-@dataclass(frozen=True, eq=False)
-class AddBias:
-    """A step that adds a number a word, [V]. Equal only to itself, as steps are compared."""
-
-    bias: Tensor
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        return logits + self.bias
-
-
-@handles(RECORD, *SUMS)
+@handles(RECORD, *spelled("add __add__ __radd__"))
 def add_bias(func: Callable, args: tuple, kwargs: dict) -> Any:
     """A bias outside the head, as of BART. It is copied, since the logits may be computed once it has changed."""
     if len(args) != 2 or kwargs:
         return NotImplemented
     lazy, bias = args if isinstance(args[0], LazyTensor) else args[::-1]
-    recipe = recipe_of(lazy)
-    if not isinstance(recipe, Logits) or not recipe.deferred or type(bias) not in (Tensor, torch.nn.Parameter):
+    recipe = deferred(lazy)
+    if recipe is None or type(bias) not in (Tensor, torch.nn.Parameter):
         return NotImplemented
     words = recipe.product.vocabulary
     one_a_word = bias.shape[-1:] == (words,) and bias.numel() == words and bias.dim() <= recipe.meta.dim()
@@ -276,14 +247,14 @@ def add_bias(func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
     if bias.device != recipe.hidden.device or not bias.dtype == recipe.product.dtype == recipe.meta.dtype:
         return NotImplemented
-    return recipe.then(LogitStep(AddBias(bias.detach().reshape(-1).clone())), torch.empty_like(recipe.meta))
+    return recipe.then(Step(AddBias(bias.detach().reshape(-1).clone()), torch.empty_like(recipe.meta)))
 
 
-@handles(RECORD, *PRODUCTS_IN_PLACE, *QUOTIENTS_IN_PLACE)
+@handles(RECORD, *IN_PLACE)
 def write(func: Callable, args: tuple, kwargs: dict) -> Any:
     """A temperature, as of TRL's GRPO. All that shares the memory has it from now on."""
-    recipe = recipe_of(args[0])
-    if not isinstance(recipe, Logits) or not recipe.deferred or recipe.base.real is not None or kwargs:
+    recipe = deferred(args[0])
+    if recipe is None or recipe.base.real is not None or kwargs:
         return NotImplemented
     if (
         not isinstance(args[1], (int, float))
@@ -291,7 +262,7 @@ def write(func: Callable, args: tuple, kwargs: dict) -> Any:
         or (recipe.trained and not torch.is_grad_enabled())
     ):
         return NotImplemented
-    recipe.multiply(LogitStep(func, args[1:]))
+    recipe.multiply(Step(func, recipe.meta, args[1:]))
     return args[0]
 
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile.ir.logit_chain import Chain, LossCall, Unfit
 from tunecompile.notes import note
 from tunecompile.ops import linear_cross_entropy, linear_cross_entropy_rows
 from tunecompile.ops.linear_cross_entropy import mean_of_labelled
-from tunecompile.runtime.loss_head.deferred import LOSSES, MASKS, LazyTensor, Unfit, handles, recipe_of
-from tunecompile.runtime.loss_head.logit_chain import Chain, understand
-from tunecompile.runtime.loss_head.logits import Logits
+from tunecompile.runtime.loss_head.deferred import LOSSES, MASKS, LazyTensor, handles
+from tunecompile.runtime.loss_head.logits import Logits, deferred
 
 #: the ignore_index of reductions that count every row: any index out of range stays an error, -100 included
 NO_LABEL = torch.iinfo(torch.int64).min
@@ -24,69 +24,28 @@ NO_LABEL = torch.iinfo(torch.int64).min
 @handles(LOSSES, F.cross_entropy, F.nll_loss)
 def loss(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Compute `cross_entropy` or `nll_loss` of deferred logits."""
-    given = {k: v for k, v in kwargs.items() if k != "input"}
-    first, rest = (args[0], args[1:]) if args else (kwargs.get("input"), ())
-    recipe = recipe_of(first)
-    if not isinstance(recipe, Logits) or not recipe.deferred:
+    call = LossCall(*args, **kwargs)
+    if (recipe := deferred(call.input)) is None:
         return NotImplemented
-    return (_nll_loss if func is F.nll_loss else _cross_entropy)(recipe, *rest, **given)
-
-
-def _nll_loss(
-    recipe: Logits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average=None,
-    ignore_index: int = -100,
-    reduce=None,
-    reduction: str = "mean",
-) -> Tensor:
-    return _loss(recipe, F.nll_loss, target, weight, size_average, ignore_index, reduce, reduction, 0.0)
-
-
-def _cross_entropy(
-    recipe: Logits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average=None,
-    ignore_index: int = -100,
-    reduce=None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    return _loss(
-        recipe, F.cross_entropy, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-    )
-
-
-def _loss(recipe, func, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing) -> Tensor:
     if recipe.late:
         raise Unfit(note("logits-read-late"))
-    chain, dtype = understand(recipe), result_dtype(func, recipe.meta.dtype, recipe.hidden.device.type)
-    if weight is not None or reduction not in ("mean", "sum", "none") or size_average is not None or reduce is not None:
-        raise Unfit(note("class-weights"))
-    if target.dtype != torch.int64 or target.dim() != 1 or recipe.meta.dim() != 2 or isinstance(target, LazyTensor):
-        raise Unfit(note("not-one-class-a-row"))
+    chain, dtype = recipe.chain, result_dtype(func, recipe.meta.dtype, recipe.hidden.device.type)
+    call.check(recipe.meta, call.target, dtype)
     if chain.normalized != (func is F.nll_loss):
         raise Unfit(note("log-probs-normalised-again" if chain.normalized else "nll-without-log-probs"))
-    if reduction != "none" and dtype not in (torch.float32, torch.float64):
-        raise Unfit(note("loss-in-dtype", detail=str(dtype)))
-    if chain.rows.shape[0] != target.shape[0]:
+    if recipe.meta.shape[:1] != call.target.shape:
         raise Unfit(note("rows-and-labels"))
-    if reduction == "none":
-        return each_row(recipe, chain, target, recipe.trained, ignore_index, label_smoothing).to(dtype)
-    return _computed(
-        recipe,
-        recipe.trained,
-        lambda: _reduced(recipe, chain, target.to(recipe.hidden.device), ignore_index, reduction, label_smoothing),
-    ).to(dtype)
+    given = call.target.to(recipe.hidden.device), call.ignore_index, call.label_smoothing
+    if call.reduction == "none":
+        return each_row(recipe, chain, recipe.trained, *given).to(dtype)
+    return _computed(recipe, recipe.trained, lambda: _reduced(recipe, chain, call.reduction, *given)).to(dtype)
 
 
 def each_row(
     recipe: Logits,
     chain: Chain,
-    target: Tensor,
     trained: bool,
+    target: Tensor,
     ignore_index: int = NO_LABEL,
     label_smoothing: float = 0.0,
 ) -> Tensor:
@@ -97,9 +56,7 @@ def each_row(
     """
     if recipe.meta.dtype == torch.float64 != recipe.product.dtype:
         raise Unfit(note("row-loss-in-fp64"))
-    return _computed(
-        recipe, trained, lambda: _rows(recipe, chain, target.to(recipe.hidden.device), ignore_index, label_smoothing)
-    )
+    return _computed(recipe, trained, lambda: _rows(recipe, chain, target, ignore_index, label_smoothing))
 
 
 def _computed(recipe: Logits, trained: bool, call: Callable[[], Tensor]) -> Tensor:
@@ -110,20 +67,20 @@ def _computed(recipe: Logits, trained: bool, call: Callable[[], Tensor]) -> Tens
         return recipe.head.try_alone(call)
 
 
-def _reduced(recipe, chain, target, ignore_index, reduction, label_smoothing) -> Tensor:
-    rows = recipe.labelled.rows(target, ignore_index)
-    hidden, target = (chain.rows, target) if rows is None else (chain.rows[rows], target[rows])
+def _reduced(recipe, chain, reduction, target, ignore_index, label_smoothing) -> Tensor:
+    hidden, rows = recipe.rows(chain), recipe.labelled.rows(target, ignore_index)
+    hidden, target = (hidden, target) if rows is None else (hidden[rows], target[rows])
     total = _call(linear_cross_entropy, recipe, chain, hidden, target, ignore_index, label_smoothing)
     return mean_of_labelled(total, target, ignore_index) if reduction == "mean" else total
 
 
 def _rows(recipe, chain, target, ignore_index, label_smoothing) -> Tensor:
-    rows = recipe.labelled.rows(target, ignore_index) if ignore_index != NO_LABEL else None
+    hidden, rows = recipe.rows(chain), None
+    if ignore_index != NO_LABEL:
+        rows = recipe.labelled.rows(target, ignore_index)
     if rows is None:
-        return _call(linear_cross_entropy_rows, recipe, chain, chain.rows, target, ignore_index, label_smoothing)
-    found = _call(
-        linear_cross_entropy_rows, recipe, chain, chain.rows[rows], target[rows], ignore_index, label_smoothing
-    )
+        return _call(linear_cross_entropy_rows, recipe, chain, hidden, target, ignore_index, label_smoothing)
+    found = _call(linear_cross_entropy_rows, recipe, chain, hidden[rows], target[rows], ignore_index, label_smoothing)
     return found.new_zeros(target.shape).index_copy(0, rows, found)
 
 
@@ -157,7 +114,7 @@ def _arguments(
     hidden, weight = hidden.to(dtype), product.weight.to(dtype)
     bias = None if product.bias is None else product.bias.to(dtype)
     if chain.bias is not None:
-        bias = chain.bias if bias is None else bias + chain.bias
+        bias = chain.bias.bias if bias is None else bias + chain.bias.bias
     trained = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
     return (
         hidden,
@@ -181,21 +138,17 @@ def leaves_padding(lazy: LazyTensor, args: tuple, kwargs: dict) -> bool:
 
     For a loss in the model's forward the labels were checked before; for others this waits for the device.
     """
-    target: Any = args[1] if len(args) > 1 else kwargs.get("target")
     if lazy.recipe.head.looked_at():
         return True
+    call, recipe = LossCall(*args, **kwargs), lazy.recipe
     try:
-        rows = understand(lazy.recipe).rows.detach() if isinstance(lazy.recipe, Logits) else None
+        rows = recipe.rows(recipe.chain).detach() if isinstance(recipe, Logits) else None
     except Unfit:
         rows = None
-    if rows is None or not isinstance(target, Tensor) or lazy.dim() != 2 or args[4:]:
+    if rows is None or not isinstance(call.target, Tensor) or lazy.dim() != 2 or call.target.is_floating_point():
         return False
-    if target.is_floating_point():
-        return False
-    ignored = kwargs.get("ignore_index", -100)
-    return rows.shape[:1] == target.shape and not bool(
-        ((rows == 0).all(-1) & (target != ignored).to(rows.device)).any()
-    )
+    labelled = (call.target != call.ignore_index).to(rows.device)
+    return rows.shape[:1] == labelled.shape and not bool(((rows == 0).all(-1) & labelled).any())
 
 
 def result_dtype(func: Callable, dtype: torch.dtype, device: str) -> torch.dtype:
