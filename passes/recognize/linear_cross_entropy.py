@@ -93,20 +93,9 @@ def _build(node: Node, product: Node, chain: Chain, call: LossCall, x, weight, b
     )
     trained = [getattr(value(v), "requires_grad", False) for v in product.args]
     op = linear_cross_entropy_rows if call.reduction == "none" else linear_cross_entropy
-    made = op(
-        chain.rows_of(x, value(product.args[0]).shape[-1]),
-        weight,
-        bias,
-        None,
-        None,
-        target,
-        chain.scale,
-        chain.softcap,
-        call.ignore_index,
-        call.label_smoothing,
-        trained[0],
-        trained[1] or trained[2],
-    )
+    rows = chain.rows_of(x, value(product.args[0]).shape[-1])
+    options = chain.scale, chain.softcap, call.ignore_index, call.label_smoothing
+    made = op(rows, weight, bias, None, None, target, *options, trained[0], trained[1] or trained[2])
     loss = mean_of_labelled(made[0], target, call.ignore_index) if call.reduction == "mean" else made[0]
     wanted = value(node).dtype
     return loss if dtype is not None and torch.promote_types(dtype, torch.float32) == wanted else loss.to(wanted)

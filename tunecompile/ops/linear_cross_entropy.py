@@ -16,9 +16,12 @@ from tunecompile.notes import Note, note
 
 __all__ = [
     "CHUNK_BYTES",
+    "NO_LABEL",
     "RAISED",
+    "STATISTICS",
     "add_gradients",
     "add_product",
+    "by_torch",
     "chunk_rows",
     "chunks_of",
     "linear_cross_entropy",
@@ -35,6 +38,8 @@ __all__ = [
 
 #: times which fp16 holds gradients before a loss is scaled: their sums over a vocabulary fit, with weights below 32
 RAISED = 1024.0
+#: the ignore_index of what counts every row: any index out of range stays an error, -100 included
+NO_LABEL = torch.iinfo(torch.int64).min
 CHUNK_BYTES = 256 << 20  #: of fp32 logits; at least 1,024 rows, below which the matrix product loses speed
 
 
@@ -241,7 +246,7 @@ def row_losses(
     Returns:
         (losses, gradient): [T] in fp32, or fp64 for fp64, and [T, V] in the dtype of the logits.
     """
-    return _by_torch(logits, target, scale, softcap, ignore_index, label_smoothing, None, True)
+    return by_torch(logits, target, scale, softcap, ignore_index, label_smoothing, None, True)[:2]
 
 
 def _refuse(logits: Tensor, scale: float) -> Note | None:
@@ -282,8 +287,8 @@ def losses_and_gradient(
     Returns:
         As `row_losses`; without `gradient` the second is the logits.
     """
-    compute = _by_template if runs_template(logits, target, scale, softcap) else _by_torch
-    return compute(logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient)
+    compute = _by_template if runs_template(logits, target, scale, softcap) else by_torch
+    return compute(logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient)[:2]
 
 
 def _by_template(logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient):
@@ -302,7 +307,13 @@ def _by_template(logits, target, scale, softcap, ignore_index, label_smoothing, 
     return losses, logits
 
 
-def _by_torch(logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient):
+def by_torch(
+    logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient, names=(), rises=None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(losses, gradient, statistics) of rows; the first two as `losses_and_gradient` returns them.
+
+    To the gradient that of the sum of `rises` times the rows' entropies is added, where they are given.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     z, t = wide * scale if scale != 1.0 else wide, None
     if softcap:
@@ -314,18 +325,37 @@ def _by_torch(logits, target, scale, softcap, ignore_index, label_smoothing, fac
     picked, vocabulary = -logp.gather(1, safe), logits.shape[-1]
     smooth = -logp.mean(-1, keepdim=True) if label_smoothing else 0.0
     losses = (((1 - label_smoothing) * picked + label_smoothing * smooth) * labelled[:, None]).flatten()
+    values = {name: STATISTICS[name](z, logp, safe) for name in names}
     if not gradient:
-        return losses, logits
+        return losses, logits, values
+    rise = (
+        0.0 if rises is None else rises[:, None] * logp.exp() * (logp + STATISTICS["entropy"](z, logp, safe)[:, None])
+    )
     d = logp.exp_()
     d.scatter_add_(1, safe, torch.full_like(picked, label_smoothing - 1))
     if label_smoothing:
         d.sub_(label_smoothing / vocabulary)
     d.mul_(labelled[:, None] if factors is None else torch.where(labelled, factors, 0)[:, None])
+    d.sub_(rise)
     if t is not None:
         d = d * (1 - t * t)
     if scale != 1.0:
         d = d * scale
-    return losses, d.to(logits.dtype)
+    return losses, d.to(logits.dtype), values
+
+
+def _is_top1(z: Tensor, logp: Tensor, at: Tensor) -> Tensor:
+    picked, columns = z.gather(1, at), torch.arange(z.shape[1], device=z.device)
+    return ((z < picked) | ((z == picked) & (columns >= at))).all(-1)
+
+
+#: of a row's distribution: its entropy, log(sum of p^2), the mean of its logits, whether the label is the first maximum
+STATISTICS = {
+    "entropy": lambda z, logp, at: -(logp.exp() * logp).sum(-1),
+    "log_sum_sq_probs": lambda z, logp, at: (2 * logp).logsumexp(-1),
+    "mean_logits": lambda z, logp, at: z.mean(-1),
+    "is_top1": _is_top1,
+}
 
 
 @linear_cross_entropy.backward(

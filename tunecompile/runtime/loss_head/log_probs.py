@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunecompile.ir.logit_chain import Chain, Step, Unfit, calls, spelled
+from tunecompile.ir.logit_chain import Chain, LossCall, Step, Unfit, calls, spelled
 from tunecompile.notes import note
+from tunecompile.ops.linear_cross_entropy import NO_LABEL
 from tunecompile.runtime.loss_head.deferred import (
     LOSSES,
     RECORD,
@@ -23,7 +24,7 @@ from tunecompile.runtime.loss_head.deferred import (
     recipe_of,
 )
 from tunecompile.runtime.loss_head.logits import Logits, deferred, record, shape_of
-from tunecompile.runtime.loss_head.losses import each_row, result_dtype
+from tunecompile.runtime.loss_head.losses import computed, result_dtype
 
 
 @dataclass(eq=False)
@@ -118,7 +119,8 @@ def log_probabilities(origin: Logits, chain: Chain, index: Tensor, meta: Tensor,
     Raises:
         Unfit: the user's own code computes with more digits.
     """
-    return -each_row(origin, chain, trained, index.flatten()).view(meta.shape).to(meta.dtype)
+    call = LossCall(origin, index.flatten(), ignore_index=NO_LABEL, reduction="none")
+    return -computed(origin, chain, trained, call).view(meta.shape).to(meta.dtype)
 
 
 def _bound(names: Sequence[str], args: tuple, kwargs: dict) -> dict[str, Any]:

@@ -13,12 +13,9 @@ from torch import Tensor
 from tunecompile.ir.logit_chain import Chain, LossCall, Unfit
 from tunecompile.notes import note
 from tunecompile.ops import linear_cross_entropy, linear_cross_entropy_rows
-from tunecompile.ops.linear_cross_entropy import mean_of_labelled
+from tunecompile.ops.linear_cross_entropy import NO_LABEL, mean_of_labelled
 from tunecompile.runtime.loss_head.deferred import LOSSES, MASKS, LazyTensor, handles
 from tunecompile.runtime.loss_head.logits import Logits, deferred
-
-#: the ignore_index of reductions that count every row: any index out of range stays an error, -100 included
-NO_LABEL = torch.iinfo(torch.int64).min
 
 
 @handles(LOSSES, F.cross_entropy, F.nll_loss)
@@ -35,76 +32,45 @@ def loss(func: Callable, args: tuple, kwargs: dict) -> Any:
         raise Unfit(note("log-probs-normalised-again" if chain.normalized else "nll-without-log-probs"))
     if recipe.meta.shape[:1] != call.target.shape:
         raise Unfit(note("rows-and-labels"))
-    given = call.target.to(recipe.hidden.device), call.ignore_index, call.label_smoothing
-    if call.reduction == "none":
-        return each_row(recipe, chain, recipe.trained, *given).to(dtype)
-    return _computed(recipe, recipe.trained, lambda: _reduced(recipe, chain, call.reduction, *given)).to(dtype)
+    return computed(recipe, chain, recipe.trained, call).to(dtype)
 
 
-def each_row(
-    recipe: Logits,
-    chain: Chain,
-    trained: bool,
-    target: Tensor,
-    ignore_index: int = NO_LABEL,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Return the loss of each row of a chain, in fp32 (fp64 for fp64): [T].
+def computed(recipe: Logits, chain: Chain, trained: bool, call: LossCall) -> Tensor:
+    """Return a loss of a chain, in fp32 (fp64 for fp64). It requires a gradient if `trained`.
 
     Raises:
         Unfit: the user's own code computes with more digits.
     """
-    if recipe.meta.dtype == torch.float64 != recipe.product.dtype:
+    if call.reduction == "none" and recipe.meta.dtype == torch.float64 != recipe.product.dtype:
         raise Unfit(note("row-loss-in-fp64"))
-    return _computed(recipe, trained, lambda: _rows(recipe, chain, target, ignore_index, label_smoothing))
-
-
-def _computed(recipe: Logits, trained: bool, call: Callable[[], Tensor]) -> Tensor:
-    """A loss; it requires a gradient if the logits would."""
     recipe.head.tally.rewritten = recipe.head.tally.found
     recipe.head.note_loss_of(recipe.hidden)
     with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
-        return recipe.head.try_alone(call)
+        return recipe.head.try_alone(lambda: _of_rows(recipe, chain, call))
 
 
-def _reduced(recipe, chain, reduction, target, ignore_index, label_smoothing) -> Tensor:
-    hidden, rows = recipe.rows(chain), recipe.labelled.rows(target, ignore_index)
-    hidden, target = (hidden, target) if rows is None else (hidden[rows], target[rows])
-    total = _call(linear_cross_entropy, recipe, chain, hidden, target, ignore_index, label_smoothing)
-    return mean_of_labelled(total, target, ignore_index) if reduction == "mean" else total
+def _of_rows(recipe: Logits, chain: Chain, call: LossCall) -> Tensor:
+    """Of those with a label alone, where they are known to be few.
 
-
-def _rows(recipe, chain, target, ignore_index, label_smoothing) -> Tensor:
-    hidden, rows = recipe.rows(chain), None
-    if ignore_index != NO_LABEL:
-        rows = recipe.labelled.rows(target, ignore_index)
-    if rows is None:
-        return _call(linear_cross_entropy_rows, recipe, chain, hidden, target, ignore_index, label_smoothing)
-    found = _call(linear_cross_entropy_rows, recipe, chain, hidden[rows], target[rows], ignore_index, label_smoothing)
-    return found.new_zeros(target.shape).index_copy(0, rows, found)
-
-
-def _call(op: Callable, recipe: Logits, chain: Chain, hidden: Tensor, *others: Any) -> Tensor:
-    """The first result of an op on the hidden states.
-
-    Where the head's hooks have to run, it takes the place of the head's forward; they run once, however often the op is
-    retried between them.
+    Where the head's hooks have to run, the op takes the place of the head's forward; they run once, however often the
+    op is retried between them.
     """
+    hidden, target, rows = recipe.rows(chain), call.target.to(recipe.hidden.device), None
+    if call.ignore_index != NO_LABEL and (rows := recipe.labelled.rows(target, call.ignore_index)) is not None:
+        hidden, target = hidden[rows], target[rows]
+    op = linear_cross_entropy_rows if call.reduction == "none" else linear_cross_entropy
 
     def run(hidden: Tensor) -> Tensor:
-        return op(*_arguments(recipe, chain, hidden, *others))[0]
+        return op(*_arguments(recipe, chain, hidden, target, call))[0]
 
-    around = recipe.head.gathered
-    return (
-        run(hidden)
-        if around is None
-        else around.call(lambda args, _: recipe.head.attempt(lambda: run(*args)), (hidden,), {})
-    )
+    around, attempt = recipe.head.gathered, recipe.head.attempt
+    made = run(hidden) if around is None else around.call(lambda args, _: attempt(lambda: run(*args)), (hidden,), {})
+    if call.reduction == "none":
+        return made if rows is None else made.new_zeros(call.target.shape).index_copy(0, rows, made)
+    return mean_of_labelled(made, target, call.ignore_index) if call.reduction == "mean" else made
 
 
-def _arguments(
-    recipe: Logits, chain: Chain, hidden: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple:
+def _arguments(recipe: Logits, chain: Chain, hidden: Tensor, target: Tensor, call: LossCall) -> tuple:
     """The arguments of the ops."""
     if recipe.late:
         recipe.head.read_late()
@@ -115,21 +81,11 @@ def _arguments(
     bias = None if product.bias is None else product.bias.to(dtype)
     if chain.bias is not None:
         bias = chain.bias.bias if bias is None else bias + chain.bias.bias
-    trained = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
-    return (
-        hidden,
-        weight,
-        bias,
-        inner,
-        outer,
-        target,
-        chain.scale,
-        chain.softcap,
-        ignore_index,
-        label_smoothing,
-        torch.is_grad_enabled() and hidden.requires_grad,
-        trained,
+    train_hidden, *trained = (
+        torch.is_grad_enabled() and each is not None and each.requires_grad for each in (hidden, weight, bias)
     )
+    options = chain.scale, chain.softcap, call.ignore_index, call.label_smoothing
+    return hidden, weight, bias, inner, outer, target, *options, train_hidden, any(trained)
 
 
 @handles(MASKS, F.cross_entropy, F.nll_loss)

@@ -14,10 +14,16 @@ from torch.autograd.function import once_differentiable
 
 from tunecompile._torch.autograd import no_autocast
 from tunecompile._torch.modules import linear
-from tunecompile.ops.linear_cross_entropy import RAISED, add_product, chunk_rows, raised, runs_template
-
-#: of a row's distribution: its entropy, log(sum of p^2), the mean of its logits, whether the label is the first maximum
-STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+from tunecompile.ops.linear_cross_entropy import (
+    NO_LABEL,
+    RAISED,
+    STATISTICS,
+    add_gradients,
+    by_torch,
+    chunk_rows,
+    raised,
+    runs_template,
+)
 
 
 def token_scores(
@@ -105,16 +111,14 @@ def _score(hidden, weight, bias, labels, scale, softcap, names, ahead) -> tuple[
     return log_probs, values, dhidden
 
 
-def _gradients(ctx, hidden, weight, bias, labels, grad, entropy) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _gradients(ctx, hidden, weight, bias, labels, grad, entropy) -> list[Tensor | None]:
     """The gradients of hidden states, weight and bias, where they are needed."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    needed = ctx.needs_input_grad
-    dhidden = torch.empty_like(hidden) if needed[0] else None
-    dweight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needed[1] else None
-    dbias = torch.zeros(weight.shape[:1], dtype=wide, device=weight.device) if needed[2] else None
+    given = list(zip((hidden, weight, bias), (hidden.dtype, wide, wide), ctx.needs_input_grad))
+    made = [hidden.new_zeros(of.shape if needed else (0,), dtype=dtype) for of, dtype, needed in given]
     factors = torch.zeros_like(entropy) if grad is None else grad
     step = chunk_rows(weight.shape[0])
-    if dweight is not None:  # which each chunk reads and writes once more: as many logits as half of its values
+    if made[1].numel():  # which each chunk reads and writes once more: as many logits as half of its values
         step = max(step, weight.shape[1] // 2)
     for part in _parts(len(labels), step):
         logits = linear(hidden[part], weight, bias)
@@ -122,13 +126,8 @@ def _gradients(ctx, hidden, weight, bias, labels, grad, entropy) -> tuple[Tensor
         *_, dlogits = _statistics(
             logits, labels[part], ctx.scale, ctx.softcap, (), True, factors[part].contiguous(), rises
         )
-        if dhidden is not None:
-            dhidden[part] = dlogits @ weight
-        if dweight is not None:
-            add_product(dweight, dlogits.t(), hidden[part])
-        if dbias is not None:
-            dbias += dlogits.sum(0, dtype=wide)
-    return dhidden, *(None if made is None else made.to(weight.dtype) for made in (dweight, dbias))
+        add_gradients(dlogits, hidden[part], weight, None, None, part, *made, None, None)
+    return [each.to(of.dtype) if needed else None for each, (of, _, needed) in zip(made, given)]
 
 
 def _statistics(
@@ -143,53 +142,21 @@ def _statistics(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """(log-probabilities, statistics, gradient of the sum of factors times log-probabilities and rises times entropies,
     if `gradient`). The logits may be overwritten."""
-    if runs_template(logits, labels, scale, softcap):
-        from tunecompile.templates import cross_entropy
+    if gradient:  # of losses, which are log-probabilities with the other sign
+        factors = logits.new_full(logits.shape[:1], -1.0, dtype=torch.float32) if factors is None else -factors
+    if not runs_template(logits, labels, scale, softcap):
+        losses, made, values = by_torch(logits, labels, scale, softcap, NO_LABEL, 0.0, factors, gradient, names, rises)
+        return -losses, values, made
+    from tunecompile.templates import cross_entropy
 
-        losses, values = cross_entropy.statistics_and_grad_(
-            logits,
-            labels,
-            names,
-            softcap=softcap or None,
-            scale=scale,
-            grad=gradient,
-            factors=_less(factors, logits, gradient),
-            entropy_factors=rises,
-        )
-        return -losses, values, logits
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    capped = torch.tanh(z / softcap) if softcap else None
-    z = z if capped is None else capped * softcap
-    logp, at = torch.log_softmax(z, -1), labels[:, None]
-    p, found = logp.exp(), {}
-    entropy = -(p * logp).sum(-1)
-    picked = z.gather(1, at)
-    if "entropy" in names:
-        found["entropy"] = entropy
-    if "log_sum_sq_probs" in names:
-        found["log_sum_sq_probs"] = (2 * logp).logsumexp(-1)
-    if "mean_logits" in names:
-        found["mean_logits"] = z.mean(-1)
-    if "is_top1" in names:
-        columns = torch.arange(z.shape[1], device=z.device)
-        found["is_top1"] = ((z < picked) | ((z == picked) & (columns >= at))).all(-1)
-    if not gradient:
-        return logp.gather(1, at)[:, 0], found, logits
-    scores = logp.gather(1, at)[:, 0]
-    d = -p if factors is None else -p * factors[:, None]
-    d.scatter_add_(1, at, torch.ones_like(picked) if factors is None else factors[:, None].to(d.dtype))
-    if rises is not None:
-        d -= rises[:, None] * p * (logp + entropy[:, None])
-    d *= scale
-    if capped is not None:
-        d *= 1 - capped * capped
-    return scores, found, d.to(logits.dtype)
-
-
-def _less(factors: Tensor | None, logits: Tensor, gradient: bool) -> Tensor | None:
-    """Of losses, which are log-probabilities with the other sign."""
-    if not gradient:
-        return None
-    return (
-        torch.full(logits.shape[:1], -1.0, dtype=torch.float32, device=logits.device) if factors is None else -factors
+    losses, values = cross_entropy.statistics_and_grad_(
+        logits,
+        labels,
+        names,
+        softcap=softcap or None,
+        scale=scale,
+        grad=gradient,
+        factors=factors if gradient else None,
+        entropy_factors=rises,
     )
+    return -losses, values, logits
