@@ -52,64 +52,6 @@ def test_in_half_precision(how, made):
         assert errors[0]["lm_head.weight"] <= 1.1 * errors[1]["lm_head.weight"]
 
 
-READS = {
-    "top": lambda logits, labels: logits.log_softmax(-1).gather(-1, labels[..., None].repeat(1, 1, 2)).sum(-1),
-    "fewer rows": lambda logits, labels: logits.log_softmax(-1).gather(-1, labels[:, :-1, None]).squeeze(-1),
-    "other dim": lambda logits, labels: logits.log_softmax(1).gather(-1, labels[..., None]).squeeze(-1),
-    "of tokens": lambda logits, labels: logits.log_softmax(-1).gather(1, labels[..., None].clamp(max=3)).squeeze(-1),
-    "scaled after": lambda logits, labels: (logits.log_softmax(-1) * 2).gather(-1, labels[..., None]).squeeze(-1),
-    "twice": lambda logits, labels: logits.log_softmax(-1).log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1),
-    "nll of logits": lambda logits, labels: F.nll_loss(
-        flat(logits, labels)[0], labels.flatten(), reduction="none"
-    ).view(labels.shape),
-    "normalised again": lambda logits, labels: F.cross_entropy(
-        *flat(logits.log_softmax(-1), labels), reduction="none"
-    ).view(labels.shape),
-    "other logits": lambda logits, labels: (
-        logits.gather(-1, labels[..., None]).squeeze(-1) - (logits * 2).logsumexp(-1)
-    ),
-    "the other way": lambda logits, labels: logits.logsumexp(-1) - logits.gather(-1, labels[..., None]).squeeze(-1),
-    "broadcast": lambda logits, labels: (logits.gather(-1, labels[..., None]) - logits.logsumexp(-1).unsqueeze(1)).mean(
-        -1
-    ),
-    "out of order": lambda logits, labels: (
-        logits.gather(-1, labels[..., None])[..., 0] - torch.stack([row.logsumexp(-1) for row in logits.flip(0)])
-    ),
-    "rows swapped": lambda logits, labels: (
-        logits.gather(-1, labels[..., None])[..., 0] - torch.stack([logits[1].logsumexp(-1), logits[0].logsumexp(-1)])
-    ),
-    "row twice": lambda logits, labels: (
-        logits.gather(-1, labels[..., None])[..., 0] - torch.stack([logits[1].logsumexp(-1), logits[1].logsumexp(-1)])
-    ),
-    "of tokens' rows": lambda logits, labels: (
-        logits.gather(-1, labels[..., None])[..., 0] - torch.stack([row.logsumexp(0)[: row.shape[0]] for row in logits])
-    ),
-    "columns": lambda logits, labels: (
-        torch.stack([logits[:, i].logsumexp(-1) for i in range(labels.shape[1])]).t()
-        - logits.gather(-1, labels[..., None])[..., 0]
-    ),
-    "sum of squares": lambda logits, labels: (
-        logits.logsumexp(-1).square() + logits.gather(-1, labels[..., None])[..., 0] * 2
-    ),
-    "entropy": lambda logits, labels: -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1),
-    "weights": lambda logits, labels: F.cross_entropy(
-        *flat(logits, labels), weight=torch.linspace(0.5, 1, 256), reduction="none"
-    ).view(labels.shape),
-    "written before": lambda logits, labels: (
-        logits.clamp_(max=0.1).log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
-    ),
-    "in fp64": lambda logits, labels: logits.double().log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1),
-}
-
-
-def test_what_is_something_else_reads_the_logits(made):
-    model, reference = pair(of_plain_layers)
-    for reads in each_of(READS, model):
-        made.clear()
-        assert_same_run(model, reference, lambda m: weighed(reads, True)(m, zoo.batch()))
-        assert made and not head_tally(model).rewritten and head_tally(model).refused
-
-
 # -- the order of things ------------------------------------------------------------------------------------------------
 
 
