@@ -19,20 +19,13 @@ from tunecompile.compiler.backend import WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context, Pass, run_stage
 from tunecompile.integrations.deepspeed import whole
 from tunecompile.ir.canonicalize import canonicalize, value
+from tunecompile.ir.logit_chain import Unfit
 from tunecompile.notes import Note, note
 from tunecompile.ops import lora_linear
 
 
-class NotLinear(Exception):
-    """The head does something else.
-
-    Args:
-        reason: a note that says what it does.
-    """
-
-    def __init__(self, reason: Note):
-        super().__init__(reason)
-        self.reason = reason
+class NotLinear(Unfit):
+    """The head does something else."""
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,8 @@ class RowReduction:
     chain: Chain  #: which they amount to
     reduce: Step
     index: Tensor | None  #: [rows..., 1]; None for logsumexp
-    meta: Tensor
+    meta: Tensor  #: of another shape than `reduce` makes where views were recorded, which keep the order
     trained: bool
-    views: tuple[Step, ...] = ()
     real: Tensor | None = None
     line: tuple[GradientProbe, ...] = field(init=False, default_factory=lambda: (GradientProbe(),))
 
@@ -92,10 +91,7 @@ class RowReduction:
         )
 
     def _taken_of(self, logits: Tensor) -> Tensor:
-        value = self.reduce(logits)
-        for view in self.views:
-            value = view(value)
-        return value
+        return self.reduce(logits).view(self.meta.shape)
 
     def recompute(self, hidden: Tensor) -> Tensor:
         return self._taken_of(self.origin.compute(self.steps, hidden))
@@ -209,16 +205,10 @@ def _seen(func: Callable, args: tuple, kwargs: dict) -> Any:
     recipe = recipe_of(args[0]) if args else None
     if not isinstance(recipe, RowReduction) or recipe.real is not None:
         return record(func, args, kwargs)
-    if (meta := shape_of(func, recipe.meta, args[1:], kwargs)) is None or meta.dtype != recipe.meta.dtype:
+    meta = shape_of(func, recipe.meta, args[1:], kwargs)
+    if meta is None or meta.dtype != recipe.meta.dtype or not meta.is_contiguous():
         return NotImplemented
-    return lazily(
-        replace(
-            recipe,
-            meta=meta,
-            trained=torch.is_grad_enabled() and recipe.trained,
-            views=(*recipe.views, Step(func, meta, args[1:], kwargs)),
-        )
-    )
+    return lazily(replace(recipe, meta=meta, trained=torch.is_grad_enabled() and recipe.trained))
 
 
 RECORD.update(dict.fromkeys(calls("reshape", "copy"), _seen))
@@ -273,7 +263,7 @@ def stacked_sums(func: Callable, args: tuple, kwargs: dict) -> Any:
     if (joined := _joined(args, kwargs)) is None or (first := joined[0][0]).index is not None:
         return NotImplemented
     source, chain = first.origin.source, joined[1]
-    if any(part.views for part in joined[0]) or source is None or not source.deferred or source.chain != chain:
+    if first.meta.shape != first.reduce.made.shape or source is None or not source.deferred or source.chain != chain:
         return NotImplemented
     options = first.reduce.args
     return _take(source, chain, Step(torch.logsumexp, torch.logsumexp(source.meta, *options), options))

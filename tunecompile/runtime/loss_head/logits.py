@@ -29,13 +29,6 @@ from tunecompile.runtime.loss_head.deferred import (
 from tunecompile.runtime.loss_head.linear_head import LinearHead
 
 
-@dataclass
-class LogitMemory:
-    """The recorded in-place products of tensors that share memory, each with the views that lead to it."""
-
-    writes: list[tuple[tuple[Step, ...], Step]] = field(default_factory=list)
-
-
 @dataclass(eq=False)
 class Logits:
     """The recipe of logits: the head on hidden states, and what was recorded since."""
@@ -50,9 +43,10 @@ class Logits:
     steps: tuple[Step, ...] = ()
     source: Logits | None = None  #: the logits whose memory this shares, as a view or a cast to the same dtype
     before: Logits | None = None  #: the input of the last step, where it may have other users
-    memory: LogitMemory = field(default_factory=LogitMemory)
+    #: the in-place products of all tensors that share the memory, each with the views that lead to it
+    writes: list[tuple[tuple[Step, ...], Step]] = field(default_factory=list)
     path: tuple[Step, ...] = ()  #: from the first tensor of the memory
-    seen: int = 0  #: of the memory's writes, which `steps` have
+    seen: int = 0  #: of the writes, which `steps` have
     real: Tensor | None = None
     evaluated: bool = False  #: whether they are an evaluation's, whose readers get them exact, at padding, too
     #: to be registered if the logits are computed after all, by the numbers of their handles
@@ -88,7 +82,7 @@ class Logits:
         return pass_by(self.head.try_alone(lambda: self.compute(self.made_of)), self.line[:-1])
 
     def _write(self, real: Tensor) -> None:
-        for path, step in self.memory.writes:
+        for path, step in self.writes:
             place = real
             for view in path:
                 place = view(place)
@@ -137,7 +131,7 @@ class Logits:
         # both are held: one address is one storage
         shared = step.made.untyped_storage()._cdata == self.meta.untyped_storage()._cdata
         place: dict[str, Any] = (
-            dict(source=self, memory=self.memory, path=(*self.path, step), seen=self.seen) if shared else {}
+            dict(source=self, writes=self.writes, path=(*self.path, step), seen=self.seen) if shared else {}
         )
         return lazily(
             Logits(
@@ -158,7 +152,7 @@ class Logits:
     def multiply(self, step: Step) -> None:
         """Record an in-place product."""
         self.steps = (*self.steps, step)
-        self.memory.writes.append((self.path, step))
+        self.writes.append((self.path, step))
         self.seen += 1
 
     @property
@@ -178,7 +172,7 @@ class Logits:
     def pristine(self) -> bool:
         """Whether the steps contain every write into the logits' memory."""
         base = self.base
-        return self.seen == len(self.memory.writes) and (base.real is None or base.real._version == base.made_at)
+        return self.seen == len(self.writes) and (base.real is None or base.real._version == base.made_at)
 
     @property
     def deferred(self) -> bool:
