@@ -65,6 +65,14 @@ def test_why_steps_are_no_chain(given, why):
     assert told.value.reason.code == why
 
 
+def test_logits_that_move_are_no_chain():
+    """The labels are where they went."""
+    here = torch.empty(2, 4, WORDS)
+    with pytest.raises(Unfit) as told:
+        read(here, [Step("to", here.to("meta"), ("meta",))])
+    assert told.value.reason.code == "logits-of-another-kind"
+
+
 def test_every_spelling_of_an_operation_is_one_kind():
     assert {CALLS[call] for call in ("mul", torch.mul, Tensor.mul, Tensor.__rmul__, operator.mul)} == {"multiply"}
     assert {"flatten", torch.flatten, Tensor.squeeze} <= set(calls("reshape")) and operator.getitem in calls("slice")

@@ -127,8 +127,9 @@ class Chain:
 
 
 def same_numbers(call: Any, before: Tensor, made: Tensor) -> bool:
-    """Return whether a call's result has the same kind of numbers: not their bits, and no whole ones."""
-    return made.is_floating_point() and (made.dtype == before.dtype or _KINDS.get(call) in ("cast", "normalize"))
+    """Return whether a call's result has the same kind of numbers, in place: not their bits, and no whole ones."""
+    kept = made.dtype == before.dtype or _KINDS.get(call) in ("cast", "normalize")
+    return kept and made.is_floating_point() and made.device == before.device
 
 
 def read(product: Tensor, steps: Iterable[Step]) -> Chain:

@@ -207,7 +207,7 @@ REASONS = {
     "two-tanh": NoteKind("two tanh in a row"),
     "softcap-not-positive": NoteKind("a tanh is scaled by a number that is not positive"),
     "bias-not-of-product": NoteKind("a bias is added to logits that were scaled or normalised"),
-    "logits-of-another-kind": NoteKind("logits become whole numbers, or other bits"),
+    "logits-of-another-kind": NoteKind("logits become whole numbers or other bits, or move to another device"),
     "no-step-to-loss": NoteKind("{subject} is no step from a head to its loss"),
     "logits-used-elsewhere": NoteKind("the logits are used elsewhere too"),
     "sizes-not-known": NoteKind("rows are sliced after they were reshaped to sizes that are not known"),
