@@ -175,37 +175,10 @@ class LazyTensor(Tensor):
         return f"Lazy(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-_METADATA = {
-    getattr(Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "requires_grad",
-        "is_cuda",
-        "is_cpu",
-        "layout",
-        "is_sparse",
-        "is_leaf",
-        "ndim",
-        "is_meta",
-        "is_quantized",
-        "_base",
-    )
-}
-_METADATA |= {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.is_floating_point,
-    Tensor.numel,
-    Tensor.get_device,
-    Tensor.__len__,
-    Tensor.is_complex,
-    Tensor.__hash__,
-    Tensor.__repr__,
-    Tensor.element_size,
-    Tensor.stride,
-}
+_ATTRIBUTES = "shape dtype device requires_grad is_cuda is_cpu layout is_sparse is_leaf ndim is_meta is_quantized _base"
+_CALLS = "size dim is_floating_point numel get_device __len__ is_complex __hash__ __repr__ element_size stride"
+_METADATA = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()}
+_METADATA |= {getattr(Tensor, name) for name in _CALLS.split()}
 
 
 def lazily(recipe: DeferredValue) -> LazyTensor:

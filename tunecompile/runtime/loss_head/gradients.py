@@ -28,12 +28,8 @@ _SEVERAL = "register_multi_grad_hook"
 def hook(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Register a hook at the real logits. Hooks of FSDP, DeepSpeed and Fabric read no gradient, and need none."""
     lazy, given = args[0], args[1] if len(args) == 2 else None
-    if (checks := of_fabric(given)) is not None and not lazy.adopted:
-        return _hook_of_fabric(lazy.recipe, given, checks) if isinstance(lazy.recipe, Logits) else NotImplemented
-    if given is not None and is_its_own(given) and not lazy.adopted:
-        return _hook_of_fsdp(lazy.recipe, given) if isinstance(lazy.recipe, Logits) else NotImplemented
-    if deepspeed.is_its_own(given) and not lazy.adopted:
-        return _hook_of_deepspeed(lazy.recipe, given) if isinstance(lazy.recipe, Logits) else NotImplemented
+    if given is not None and not lazy.adopted and (waits := _may_wait(lazy.recipe, given)) is not None:
+        return _later(lazy.recipe, given) if waits else NotImplemented
     if (
         lazy.recipe.real is None and not lazy.adopted and getattr(given, "__qualname__", "").startswith(_SEVERAL)
     ):  # it has read `grad_fn`, and waits for that node
@@ -41,34 +37,20 @@ def hook(func: Callable, args: tuple, kwargs: dict) -> Any:
     return _ask_at(lazy, func, args, kwargs)
 
 
-def _hook_of_fsdp(recipe: Logits, given: Callable) -> Any:
-    """Keep the logits deferred under FSDP2, which hooks all outputs of a model to see its backward pass begin.
+def _may_wait(recipe: Any, given: Callable) -> bool | None:
+    """Whether logits may stay deferred under an engine's hook on all outputs of a model; None for any other hook.
 
-    Where a loss of these logits is an output, too, they need not be computed for the hook.
+    FSDP2's and DeepSpeed's see the backward pass begin, and DeepSpeed's also divides gradients that do not begin in
+    `engine.backward`: at a loss that is an output, too, they do so once. Fabric's see whether the user calls
+    `fabric.backward`: where this is checked, and no loss is an output, the hook is all that could tell.
     """
-    if not recipe.deferred or not recipe.head.has_loss_of(recipe.hidden) or not waits_for_backward(given):
-        return NotImplemented
-    return _later(recipe, given)
-
-
-def _hook_of_deepspeed(recipe: Logits, given: Callable) -> Any:
-    """Keep the logits deferred under DeepSpeed, which hooks all outputs of a model to see its backward pass begin.
-
-    Its hook also divides gradients that do not begin in `engine.backward`; at a loss, it does so once.
-    """
-    if not recipe.deferred or not recipe.head.has_loss_of(recipe.hidden):
-        return NotImplemented
-    return _later(recipe, given)
-
-
-def _hook_of_fabric(recipe: Logits, given: Callable, checks: bool) -> Any:
-    """Keep the logits deferred under Fabric, whose hooks on outputs see whether the user calls `fabric.backward`.
-
-    Where it checks this, and no loss of these logits is an output, too, the hook is all that could tell.
-    """
-    if checks and not recipe.head.has_loss_of(recipe.hidden):
-        return NotImplemented
-    return _later(recipe, given)
+    deferrable = isinstance(recipe, Logits)
+    scored = deferrable and recipe.head.has_loss_of(recipe.hidden)
+    if (checks := of_fabric(given)) is not None:
+        return deferrable and (scored or not checks)
+    if is_its_own(given):
+        return scored and recipe.deferred and waits_for_backward(given)
+    return scored and recipe.deferred if deepspeed.is_its_own(given) else None
 
 
 def _later(recipe: Logits, given: Callable) -> RemovableHandle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,21 +42,10 @@ class RowReduction:
     real: Tensor | None = None
     line: tuple[GradientProbe, ...] = field(init=False, default_factory=lambda: (GradientProbe(),))
 
-    @property
-    def head(self) -> Any:
-        return self.origin.head
-
-    @property
-    def hidden(self) -> Tensor:
-        return self.origin.hidden
-
-    @property
-    def padded(self) -> bool:
-        return self.origin.padded
-
-    @property
-    def evaluated(self) -> bool:
-        return self.origin.evaluated
+    head = property(attrgetter("origin.head"))
+    hidden = property(attrgetter("origin.hidden"))
+    padded = property(attrgetter("origin.padded"))
+    evaluated = property(attrgetter("origin.evaluated"))
 
     def alike(self, other: Any, chain: Chain) -> bool:
         """Whether `other` is, without being computed yet, of the same logits, but for a `chain` of its own."""
