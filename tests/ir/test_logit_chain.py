@@ -31,6 +31,11 @@ def chain_of(*given):
         [(operator.mul, 3.0), (torch.tanh,), (Tensor.div, 2.0), ("mul", 5.0)],
         [("clone",), ("double",), (operator.getitem, (Ellipsis, slice(1, 3), slice(None))), (torch.mul, 0.5)],
         [(Tensor.mul_, 2.0), (Tensor.div_, 0.5)],
+        [
+            (operator.getitem, (slice(1, None), slice(None), slice(None))),
+            ("mul", -0.5),
+            (operator.getitem, (0, slice(2))),
+        ],
     ],
 )
 def test_the_chain_computes_what_the_steps_do(given):

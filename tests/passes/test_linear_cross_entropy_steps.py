@@ -1,4 +1,5 @@
-"""Which steps may stand between a head and its loss, and which losses are joined to it; of functions without Dynamo."""
+"""Which losses are joined to a head, and which nodes may stand between; of functions without Dynamo. What steps amount to
+is asked of `tests/ir/test_logit_chain.py`."""
 
 import pytest
 import torch
@@ -41,21 +42,11 @@ FOUND = {
     "flattened by a function": (lambda s, t: F.cross_entropy(torch.flatten(s, 0, 1), t.flatten()), JOINED),
     "a copy": (loss(lambda s: s[:, :-1].contiguous(), behind), JOINED),
     "shifted": (loss(lambda s: s[:, :-1], behind), JOINED),
-    "shifted, all dimensions": (loss(lambda s: s[:, :-1, :], behind), JOINED),
-    "shifted, in two steps": (loss(lambda s: s[1:][:, :-1], lambda t: t[1:, 1:].flatten()), JOINED),
-    "one row": (loss(lambda s: s[1:], lambda t: t[1:].flatten()), JOINED),
-    "a factor": (loss(lambda s: s * 0.5), JOINED),
     "a factor in front": (loss(lambda s: 3 * s), JOINED),
     "a divisor": (loss(lambda s: s / 2.5), JOINED),
-    "two factors": (loss(lambda s: s / 2.5 * 0.3), JOINED),
-    "a negative factor": (loss(lambda s: s * -0.5), JOINED),
     "capped": (loss(lambda s: torch.tanh(s / 1.5) * 1.5), JOINED),
-    "capped by another": (loss(lambda s: torch.tanh(s / 1.5) * 2.5), JOINED),
     "capped, then a divisor": (loss(lambda s: torch.tanh(s * 0.7) * 1.5 / 0.5), JOINED),
-    "capped, then shifted": (loss(lambda s: (torch.tanh(s / 1.5) * 1.5)[:, :-1], behind), JOINED),
-    "shifted, then capped": (loss(lambda s: torch.tanh(s[:, :-1] / 1.5) * 1.5, behind), JOINED),
     "a tanh alone": (loss(torch.tanh), JOINED),
-    "a tanh of a quotient": (loss(lambda s: torch.tanh(s / 1.5)), JOINED),
     "a token": (lambda s, t: F.cross_entropy(s[:, 1], t[:, 1]), JOINED),
     "tokens from the end": (loss(lambda s: s[..., :-1, :], behind), JOINED),
     "sliced after it was reshaped": (lambda s, t: F.cross_entropy(s.reshape(-1, WORDS)[3:], t.reshape(-1)[3:]), JOINED),
@@ -83,8 +74,6 @@ LEFT = {
         lambda s, t: F.cross_entropy(s.reshape(-1, 3), torch.cat([t, t], 1).flatten().clamp(0, 2)),
         "vocabulary is reshaped",
     ),
-    "a tanh that is turned": (loss(lambda s: torch.tanh(s) * -1.5), "a tanh"),
-    "a tanh that is cleared": (loss(lambda s: torch.tanh(s) * 0.0), "a tanh"),
     "two of them": (loss(lambda s: torch.tanh(torch.tanh(s / 2.0) * 2.0 / 3.0) * 3.0), "two tanh"),
     "a number in front of a division": (loss(lambda s: 1.0 / (s + 9.0)), "no step"),
     "a number to divide": (loss(lambda s: 2.0 / s), "no step"),

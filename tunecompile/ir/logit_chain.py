@@ -195,7 +195,7 @@ def _index(index: Any, dims: int) -> tuple:
     if sum(part is Ellipsis for part in parts) == 1:
         at = next(i for i, part in enumerate(parts) if part is Ellipsis)
         parts = (*parts[:at], *[slice(None)] * (dims + 2 - len(parts)), *parts[at + 1 :])
-    whole = len(parts) <= dims + 1 and all(part == slice(None) for part in parts[dims:])
+    whole = all(part == slice(None) for part in parts[dims:])
     if not whole or not all(isinstance(part, slice) or type(part) is int for part in parts):
         raise Unfit(note("slice-not-understood"))
     parts = parts[:dims]
