@@ -17,7 +17,7 @@ NOTES = {
         "sizes of {subject} other than the first are rounded up, so that they recur ({count} batches)"
     ),
     "whole-by-padded": NoteKind(
-        "rows of {subject} without padding run by the graph of padded ones, where their size is not the first one's "
+        "rows of {subject} without padding run by the graph of documents, where their size is not the first one's "
         "({count} batches)"
     ),
     "sizes-kept": NoteKind("sizes of {subject} are not rounded up, so that they seldom recur: {detail}"),

@@ -14,6 +14,7 @@ from tunecompile.runtime.layers import compiled_layer, layer_slot
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.parts.layers import Layers
 from tunecompile.runtime.step.rows_refused import RowsRefused
+from tunecompile.runtime.unpad.owner_call import OwnerCall
 
 WHY = note("loop-over-list", detail="a loop")
 
@@ -29,7 +30,7 @@ def looping(why=WHY, padding=None):
 
 
 def owner(drops):
-    return SimpleNamespace(running=None if drops is None else SimpleNamespace(drops=drops))
+    return SimpleNamespace(running=None if drops is None else OwnerCall({}, drops=drops))
 
 
 @pytest.mark.parametrize("padding", [None, owner(None), owner(False), owner(True)])

@@ -46,7 +46,7 @@ def test_a_head_is_called_in_training_alone(training, active):
 @pytest.mark.parametrize("scoring", [False, True])
 def test_scores_of_hidden_states_without_padding_are_of_whole_ones(scoring):
     module, whole = linear(), torch.zeros(2, TOKENS, WIDTH, dtype=torch.float64)
-    slot, told = slot_of(module, read=whole, scoring=scoring)
+    slot, told = slot_of(module, read=whole, mode=Mode.SCORE if scoring else Mode.EAGER)
     hidden = states().detach()
     with torch.no_grad():
         found = slot(hidden)

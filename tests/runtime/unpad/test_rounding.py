@@ -16,7 +16,8 @@ from tests.support.notes import fell_back, has
 from tests.support.rounding import Shapes, waited_for, whole
 from tunecompile.notes import note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
-from tunecompile.runtime.unpad import refusals
+from tunecompile.runtime.model_state import state_of
+from tunecompile.runtime.unpad import refusals, rounding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.rounding import PARTS, Rounding, rounded_up
@@ -73,13 +74,13 @@ def test_the_first_size_stays_as_it_is(shapes):
 
 
 def test_sizes_whose_launches_are_waited_for(monkeypatch):
-    """Of a GPU: as long as nothing is known, and up to a fourth more than is known."""
+    """Of a GPU: until it is known that the device is busy with so many."""
     monkeypatch.undo()
     made, gpu = Rounding(None, tuple, None, GraphReplays()), torch.device("cuda")
     assert made._waits(40, gpu) and not made._waits(40, CPU), "nothing is recorded there"
     made.replays.last_waits = lambda: True
     made._learn(40)
-    assert made._waits(50, gpu) and not made._waits(51, gpu)
+    assert made._waits(500, gpu) and made._waits(500, CPU), "of any larger size, too"
     made.replays.last_waits = lambda: False
     made._learn(45)
     assert made._waits(44, gpu) and not made._waits(45, gpu)
@@ -96,6 +97,18 @@ def test_launches_are_known_of_each_size_that_came_as_it_is(monkeypatch):
     made.looked.add(layer)
     made.came(layer, (torch.randn(2, 30, 3),), {}, None)
     assert made.waits == 60
+
+
+@pytest.mark.slow
+def test_sizes_that_the_device_is_busy_with_run_by_the_graph_of_others(shapes, monkeypatch):
+    """They are not filled up; and rows that are long have a graph of their own."""
+    monkeypatch.setattr(rounding, "LONG", 40)
+    ours, plain = pair(lambda: zoo.make("llama"))
+    follow(ours, plain, [20, 24])
+    state_of(ours).paddings[0].rounding.computes = 60
+    follow(ours, plain, [34, 29, 50])
+    assert shapes.last(3) == [(1, 128, 64), (1, 64, 64), (2, 50, 64)]
+    assert has(ours, "sizes-rounded", count=2) and has(ours, "whole-by-padded", count=1)
 
 
 def test_the_first_size_is_that_of_a_training_step():

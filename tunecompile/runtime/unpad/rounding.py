@@ -3,8 +3,8 @@
 A layer has two graphs: for rows of documents, of any number of tokens, and for batches as they come, of the first size.
 Rows with padding come as documents, and the number of tokens is rounded, so that launch-bound layers see shapes that
 were recorded (`cuda_graphs.replay`). Rows without any come as documents where their size is not the first one's, too,
-unless the device is known to be busy with so many: there attention of whole rows is faster, and pays for a third graph,
-in the end (`OFTEN`) even where padded batches have made the second one. A model that is given a mask makes one for
+unless the device is known to be busy with so many: there attention of whole rows is faster, and pays for a graph of its
+own, at once where there is none of rows yet, or else in the end (`OFTEN`). A model that is given a mask makes one for
 these. A tower's patches have another image behind them, so that their sizes recur.
 
 That is right where attention is known to be causal, or to be by the bounds of images, and where layers treat each token
@@ -33,10 +33,9 @@ from tunecompile.runtime.unpad.refusals import OwnerWatch
 from tunecompile.runtime.unpad.told import Told
 
 PARTS = 8  #: of the numbers between a power of two and the next: at most one part, or a multiple, is filled up
-#: times the largest size whose launches are known to be waited for; a larger one comes as it is, and tells
-REACH = 1.25
-#: batches without padding that ran by the graph of padded ones, from which one of their own pays: attention is faster
+#: batches without padding that ran by the graph of rows, from which one of their own pays: attention is faster
 OFTEN = 256
+LONG = 4096  #: tokens of a row, beyond which it pays at once
 KINDS = 16  #: kinds of calls of one layer that are told apart
 #: why padding stays, where that says nothing of rows without any
 _OF_PADDING = ("one-owner-several-lists", "logits-read")
@@ -121,7 +120,7 @@ class Rounding:
         self.count = 0  #: steps
         self.first: tuple[int, ...] | None = None  #: the size of the first batch without padding that came as it is
         self.apart = False  #: whether others did, which have a graph of their own
-        self.joined = 0  #: how many others came as documents, since padded ones do
+        self.joined = 0  #: how many others came as documents since these have a graph
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()  #: of padded batches
         #: of padded batches: the graph that ran, whose constants say it all, so that it is read once
         self.told: weakref.WeakKeyDictionary[nn.Module, tuple[Graph, Told]] = weakref.WeakKeyDictionary()
@@ -223,7 +222,7 @@ class Rounding:
             self.graphs.add(graph)
             if layer not in self.told or self.told[layer][0] is not graph:
                 self.told[layer] = graph, Told.of(layer, flat, args, kwargs)
-        if flat.joins and not self._is_of_padded(graph):
+        if flat.joins and not self._is_of_rows(graph):
             return note("own-mask")
         if not flat.rounds or flat.bounds is not None or graph is None:
             return None
@@ -272,22 +271,24 @@ class Rounding:
         plain = ((name, _plain(value)) for name, value in (*enumerate(args), *kwargs.items()) if value is not None)
         return (getattr(getattr(self.owner, "config", None), "_attn_implementation", None), *plain)
 
-    def _is_of_padded(self, graph: Graph | None) -> bool:
-        """Whether padded batches ran by it. Another one may be of layers that were changed since."""
+    def _is_of_rows(self, graph: Graph | None) -> bool:
+        """Whether rows ran by it. Another one may be of layers that were changed since."""
         if graph is not None and graph not in self.graphs and any(graph.computes_as(each) for each in self.graphs):
             self.graphs.add(graph)
-        return graph in self.graphs
+        return graph in self.graphs or any(graph is flat for _, flat in self.alike)
 
     def _joins(self, size: tuple[int, int]) -> bool:
-        """Whether rows without padding run by the graph of padded batches, in place of one for changing sizes."""
-        return self._may_join(size) and (self._why_not_joined() or self.watch.reason()) is None
+        """Whether rows without padding run by the graph of others, in place of one for changing sizes."""
+        if not (len(self.graphs) or self.count) or not self._may_join(size):
+            return False
+        return (self._why_not_joined() or self.watch.reason()) is None
 
     def joins_by_mask(self, size: tuple[int, int]) -> bool:
         """Whether they do under a mask, which the model would leave out: attention is causal without it, too."""
-        return self._may_join(size) and self._is_causal() and self.watch.reason() is None
+        return len(self.graphs) > 0 and self._may_join(size) and self._is_causal() and self.watch.reason() is None
 
     def _may_join(self, size: tuple[int, int]) -> bool:
-        return len(self.graphs) > 0 and not self.apart and self.first != size and self.joined < OFTEN
+        return not self.apart and self.first != size and self.joined < OFTEN and size[1] <= LONG
 
     def _is_other(self, size: tuple[int, ...]) -> bool:
         """Whether a batch is not of the size that has a graph of its own."""
@@ -304,7 +305,7 @@ class Rounding:
         """Whether launches of so many tokens are waited for, as far as is known, so that recordings pay."""
         if self.replays is None or self.replays.closed or tokens >= self.computes:
             return False
-        return tokens <= REACH * self.waits if self.waits else device.type == self.replays.device
+        return self.waits > 0 or device.type == self.replays.device
 
     def _patches(self, call: OwnerCall, images: ImageBounds, args: tuple, kwargs: dict) -> FlatBatch | None:
         """A tower's row of patches, with another image behind the last that fills it up."""
@@ -333,14 +334,17 @@ class Rounding:
         return self.kept is None
 
     def _why_not_causal(self) -> Note | None:
-        found = ((layer, self.known.get(layer)) for layer in self.members())
-        tells = all(known is not None and (layer in self.told or known.attends_alone) for layer, known in found)
-        return None if tells else note("attention-not-causal")
+        return None if all(map(self._is_told, self.members())) else note("attention-not-causal")
+
+    def _is_told(self, layer: nn.Module) -> bool:
+        """Whether it is known how a layer without a mask is told of documents."""
+        known = self.known.get(layer)
+        return known is not None and (layer in self.told or known.attends_alone)
 
     def _why_not_joined(self) -> Note | None:
         """Layers that are given a mask of whole rows, of a window, say, are told by that."""
         members = self.members()
-        known = {layer for layer in members if layer in self.known and layer in self.told}
+        known = {layer for layer in members if self._is_told(layer)}
         tells = bool(known) and all(layer in known or layer in self.masked for layer in members)
         return None if tells else note("attention-not-causal")
 
