@@ -45,6 +45,7 @@ RIVALS = (
     ("gpt-oss-20b-6-layers-lora-2x2048", "tunecompile"),
 )
 RUN = "run-llama-3.1-8b-qlora"  #: the README's row of whole runs, and its cells
+GRPO = "trainers-llama-3.1-8b-qlora-grpo-rollouts"
 RUN_CELLS = ("hf cold", "unsloth cold", "tunecompile cold", "tunecompile warm")
 
 
@@ -144,6 +145,9 @@ def render_rivals(folder: Path = RESULTS) -> str:
     if (result := load_one(f"{RUN}.json", folder)) is not None and (row := _run_row(result)):
         results.append(result)
         rows.append(row)
+    if (result := load_one(f"{GRPO}.json", folder)) is not None:
+        results.append(result)
+        rows.append(_grpo_row(result))
     packages = (*PACKAGES, ("transformers", "transformers"))
     note = (
         "¹ with Unsloth's gradient checkpointing, its default; the other Unsloth cells are without, which is faster. "
@@ -166,6 +170,17 @@ def _run_row(result: dict) -> list[str]:
     hf, unsloth, own, warm = (cells.get((*key.split(),), "") for key in RUN_CELLS)
     about = f"{case(ours)} x {ours['accumulation']}, {ours['steps']} steps from process start to saved adapter"
     return [about, hf, "", "", unsloth and f"{unsloth} ¹", f"**{own}**" + (warm and f", caches warm {warm}")]
+
+
+def _grpo_row(result: dict) -> list[str]:
+    """Seconds of a whole step of GRPO."""
+    runs = {run["system"]: run for run in complete(result)}
+    hf, unsloth, ours = (
+        f"{runs[name]['step_ms']['median'] / 1e3:.1f} s ({runs[name]['peak_gib']:.1f})" if name in runs else ""
+        for name in ("hf", "unsloth", "tunecompile")
+    )
+    about = f"{case(runs['tunecompile'])}, a GRPO step of TRL: generate, score, train"
+    return [about, hf, "", "", unsloth and f"{unsloth} ¹", f"**{ours}**"]
 
 
 def _speed(run: dict | None) -> str:
