@@ -364,6 +364,11 @@ class LayerParts:
             for each in held:
                 each["layer_idx"] = number
 
+    def tokens(self, number: int) -> Iterator[Tensor]:
+        """Keys and values of a layer's part, [rows, heads, length, width]; none of a recurrence."""
+        held = vars(self.cache.layers[number])
+        yield from (held[name] for name in ("keys", "values") if isinstance(held.get(name), Tensor))
+
     def tensors(self, number: int) -> Iterator[Tensor]:
         """The memory of a layer's part."""
         for value in vars(self.cache.layers[number]).values():

@@ -198,6 +198,16 @@ def test_few_numbers_of_rows_are_compiled():
     assert prompt.rounded(torch.ones(70, 2, dtype=torch.int64), {})[0].shape[0] == 96
 
 
+def test_heads_as_wide_as_the_cache_is_long():
+    """What is a symbol in the graph is the length of the cache alone."""
+    model, ours, _ = pair(head_dim=64, hidden_size=64)
+    for tokens in (20, 80):
+        settings = greedy(max_new_tokens=tokens, eos_token_id=None)
+        assert torch.equal(ours.generate(**prompts(), **settings), model.generate(**prompts(), **settings))
+    (region,) = state_of(ours).regions
+    assert [variant.graphs for variant in region.variants.values()] == [1]
+
+
 @pytest.mark.parametrize(
     ("options", "code"),
     [

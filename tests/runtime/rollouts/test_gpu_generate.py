@@ -18,6 +18,10 @@ def on_gpu(inputs):
     return {name: value.cuda() for name, value in inputs.items()}
 
 
+def autocast():
+    return torch.autocast("cuda", dtype=torch.bfloat16)
+
+
 def loop_of(model):
     return state_of(model).part(Rollouts).loop
 
@@ -36,7 +40,7 @@ def test_tokens_are_those_of_transformers(family):
 
 
 def test_packed_weights_are_read_as_exactly_as_dequantised_ones():
-    """QLoRA in bf16: logits of each step, by the weights that the last optimizer step left."""
+    """QLoRA in bf16, as trainers have it: logits of each step, by the weights that the last optimizer step left."""
     shape = dict(hidden_size=256, intermediate_size=512, head_dim=64, num_hidden_layers=3)
     model = zoo.adapt(zoo.quantize(zoo.make("llama", **shape).to(torch.bfloat16), torch.bfloat16)).eval().cuda()
     ours = tunecompile.optimize(copy.deepcopy(model))
@@ -46,14 +50,15 @@ def test_packed_weights_are_read_as_exactly_as_dequantised_ones():
             for name, parameter in each.named_parameters():
                 if "lora_B" in name:
                     parameter.data.fill_(scale).mul_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter).cuda())
-        made = ours.generate(**on_gpu(prompts()), **settings)
+        with autocast():
+            made = ours.generate(**on_gpu(prompts()), **settings)
         mask = torch.nn.functional.pad(on_gpu(prompts())["attention_mask"], (0, 20), value=1)
         places = (mask.cumsum(-1) - 1).clamp(min=0)
-        with torch.no_grad():
+        with torch.no_grad(), autocast():
             scored = model(made.sequences, attention_mask=mask, position_ids=places).logits[:, 10:-1].float()
         then = torch.stack(made.logits, 1)
         assert (then - scored).norm() / scored.norm() < 2e-2
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with autocast(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         ours.generate(**on_gpu(prompts()), **settings)
     launched = {event.key for event in profile.key_averages()}
     assert any("product_kernel" in name for name in launched), "\n".join(sorted(launched))

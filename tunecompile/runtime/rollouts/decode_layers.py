@@ -36,12 +36,12 @@ class DecodeLayers:
             for tensor in self.parts.tensors(number):
                 # Dynamo would guard on the very tensor, and so compile each layer anew
                 vars(tensor).pop("_dynamo_static_input_type", None)
-                self._mark(tensor)
+            for tensor in self.parts.tokens(number):
+                mark_dynamic(tensor, [2])
 
-    def _mark(self, tensor: Tensor) -> None:
-        dims = [dim for dim, size in enumerate(tensor.shape) if size == self.length]
-        if dims and tensor.dim() == 4:
-            mark_dynamic(tensor, dims)
+    def _is_mask(self, tensor: Tensor) -> bool:
+        """Whether it is [rows, 1, 1, length]. (Other sizes, of heads, say, may be the same number.)"""
+        return tensor.dim() == 4 and tensor.shape[2] == 1 and tensor.shape[3] == self.length
 
     def call(self, slot: LayerSlot, args: tuple, kwargs: dict) -> Any:
         """The output of a layer."""
@@ -53,10 +53,11 @@ class DecodeLayers:
         kwargs = {name: part if is_cache(value) else value for name, value in kwargs.items()}
         tensors = list(tensors_in(args, kwargs))
         for _, tensor in tensors:
-            self._mark(tensor)
+            if self._is_mask(tensor):
+                mark_dynamic(tensor, [3])
         region = slot.region
         setting = (torch.is_grad_enabled(), region.classes.version, slot.switched_off.active)
-        shapes = ((where, t.dtype, tuple(0 if n == self.length else n for n in t.shape)) for where, t in tensors)
+        shapes = ((where, t.dtype, t.shape[:3] if self._is_mask(t) else t.shape) for where, t in tensors)
         variant = region.scoring(CallKind(setting, tuple(shapes)), way=ROLLOUT)
         before = [] if variant.ran else [(each, each.clone()) for each in self.parts.tensors(number)]
         try:
