@@ -1,9 +1,5 @@
-"""Whether a batch reaches the layers without its padding: one value for each mask, decided where the first layer is
-given it.
-
-The padded run computes hidden states at padding; without padding they are zero. So padding is removed only where the
-labels of a forward whose loss is known show that no loss reads them. In all other cases the batch keeps its padding,
-and the report says why. A packed batch has no padding, and nothing is dropped.
+"""Whether a batch reaches the layers without its padding: one value for each mask, read where the first layer is given
+it, and decided by `runtime.step.form`.
 """
 
 from __future__ import annotations
@@ -19,13 +15,12 @@ from tunecompile.integrations import context_parallel, loss_caller
 from tunecompile.integrations.registered.names import NAME
 from tunecompile.ir.op import HALF
 from tunecompile.notes import Note, note
+from tunecompile.runtime.step.form import PADDED, MaskFacts, form_of
 from tunecompile.runtime.unpad.documents import MaskReading, read_mask, read_offsets, read_padding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.masks.given import MASK
 from tunecompile.runtime.unpad.masks.pairs import PairMask
 from tunecompile.runtime.unpad.refusals import OwnerWatch
-
-PADDED, PACKED = "padding-kept", "packing-kept"  #: codes of notes
 
 
 @dataclass(frozen=True)
@@ -61,24 +56,24 @@ def decide(
     else:
         reading = read_padding(mask, labels) if mask.dim() == 2 else read_mask(mask, windows, labels)
     found = reading.documents
-    if found is None:
-        return UnpadDecision(reason=note("row-interrupted" if reading.interrupted else "masks-not-understood"))
-    # such attention knows that it is causal, or reads the mask; written out it would be all scores
-    reads = reading.full and not mask.is_floating_point() and not isinstance(mask, PairMask)
-    if reads and not joins and not narrows(found.window, mask):
-        return AS_IT_COMES
-    if found.count == found.real.numel():
-        reason = watch.reason()
-        if reason:
-            return AS_IT_COMES if reads else UnpadDecision(reason=reason, batches=PACKED)
-        flat = FlatBatch.of(found)
-        flat.fills = MASK if mask.dim() == 1 else ""
-        return UnpadDecision(flat)
-    reason = refused or unknown
-    if reason is None and reading.labelled:
-        reason = note("labels-at-padding")
-    reason = reason or watch.reason(model)
-    return UnpadDecision(reason=reason) if reason else UnpadDecision(FlatBatch.of(found))
+    facts = MaskFacts(
+        understood=found is not None,
+        interrupted=reading.interrupted,
+        padded=found is not None and found.count < found.real.numel(),
+        labelled=reading.labelled,
+        # such attention knows that it is causal, or reads the mask; written out it would be all scores
+        needless=reading.full and not mask.is_floating_point() and not isinstance(mask, PairMask),
+        narrows=found is not None and narrows(found.window, mask),
+        joins=joins,
+        keeps=refused or unknown,
+        seen=lambda heads: watch.reason(model) if heads else watch.reason(),
+    )
+    form = form_of(facts)
+    if found is None or not form.rows:
+        return UnpadDecision(None, form.reason, form.batches) if form.reason is not None else AS_IT_COMES
+    flat = FlatBatch.of(found)
+    flat.fills = MASK if mask.dim() == 1 else ""
+    return UnpadDecision(flat)
 
 
 def narrows(window: int, mask: Tensor) -> bool:

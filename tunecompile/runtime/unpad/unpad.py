@@ -23,11 +23,12 @@ from tunecompile._torch.modules import call_original, slot_of
 from tunecompile.integrations import loss_caller
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.notes import Note, note
+from tunecompile.runtime.step.form import PACKED, PADDED
 from tunecompile.runtime.step.of_thread import of_thread
 from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad import refusals
-from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, UnpadDecision, decide, refused_now
+from tunecompile.runtime.unpad.decision import AS_IT_COMES, UnpadDecision, decide, refused_now
 from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
 from tunecompile.runtime.unpad.handed_on import is_seen
