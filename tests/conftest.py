@@ -186,7 +186,7 @@ def to_the_host(monkeypatch):
     """Copies to the host cost nothing and products much: whatever does not fit is offloaded."""
     from tests.support.memory.copy_engine import HostCopyEngine
     from tunecompile.planner.hardware import Rates
-    from tunecompile.runtime.memory import budget, per_device
+    from tunecompile.runtime.memory import per_device, plan_maker
     from tunecompile.runtime.memory.offload import Offload
 
     made = []
@@ -196,7 +196,7 @@ def to_the_host(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(per_device, "_offload", offload)
-    monkeypatch.setattr(budget, "rates_of", lambda *_: Rates(flops=1.0, copy=1e12))
+    monkeypatch.setattr(plan_maker, "rates_of", lambda *_: Rates(flops=1.0, copy=1e12))
     return made
 
 

@@ -20,7 +20,7 @@ from tests.support.reports import flattened
 from tunecompile.errors import NotAModule, NotOptimized
 from tunecompile.planner.hardware import Rates
 from tunecompile.runtime import attach
-from tunecompile.runtime.memory import budget
+from tunecompile.runtime.memory import plan_maker
 from tunecompile.runtime.parts.layers import EntryHook
 
 pytest.importorskip("transformers")
@@ -351,7 +351,7 @@ def test_layers_in_a_loop(asked):
 @pytest.mark.slow
 def test_two_models_of_one_class_under_different_plans(monkeypatch):
     # measured rates depend on what else the machine does, and so would the plan
-    monkeypatch.setattr(budget, "rates_of", lambda *_: Rates(flops=1.0, copy=1e12))
+    monkeypatch.setattr(plan_maker, "rates_of", lambda *_: Rates(flops=1.0, copy=1e12))
     plain, first, second = small(), small(), small()
     optimized(first), optimized(second)
     checkpoint(second, use_reentrant=True)

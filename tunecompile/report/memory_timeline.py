@@ -13,8 +13,9 @@ from torch import nn
 from tunecompile.errors import MissingExtra, NoPlan
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, PlanOption, copies
+from tunecompile.planner.step_plan import AdmittedPlan
 from tunecompile.report.html import draw, make_environment
-from tunecompile.runtime.memory.budget import AdmittedPlan, RuntimePlanner
+from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.timeline_trace import Kind
 from tunecompile.runtime.model_state import State, state_of
 from tunecompile.runtime.parts import StepTelemetry

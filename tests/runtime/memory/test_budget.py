@@ -201,11 +201,11 @@ def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
     from tests.support.memory.cpu_recorder import CpuRecorder
     from tunecompile.planner.hardware import Rates
     from tunecompile.runtime.cuda_graphs import launch_bound, replay
-    from tunecompile.runtime.memory import budget
+    from tunecompile.runtime.memory import plan_maker
 
     monkeypatch.setattr(replay, "CudaRecorder", CpuRecorder)
     monkeypatch.setattr(launch_bound, "SAMPLES", 2)
-    monkeypatch.setattr(budget, "rates_of", lambda *_: Rates(flops, 1e12))
+    monkeypatch.setattr(plan_maker, "rates_of", lambda *_: Rates(flops, 1e12))
     reference, model = plain(), build(int(1.1 * needed()))
     state = model._tunecompile
     for number in range(7):

@@ -14,9 +14,9 @@ from tunecompile.planner.cost_model import Work
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.solver import KEEP, RECOMPUTE, PlanOption
 from tunecompile.planner.step_plan import RegionCandidates
-from tunecompile.runtime.memory import budget as module
+from tunecompile.runtime.memory import plan_maker as module
 from tunecompile.runtime.memory.accounting import MemoryAccounting
-from tunecompile.runtime.memory.budget import GROWN, SHRUNK
+from tunecompile.runtime.memory.plan_maker import GROWN, SHRUNK
 
 
 @pytest.fixture(autouse=True)

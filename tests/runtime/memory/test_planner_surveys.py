@@ -10,7 +10,7 @@ from tests.support.notes import has
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 from tunecompile.planner.step_plan import RegionCandidates
-from tunecompile.runtime.memory import budget as module
+from tunecompile.runtime.memory import plan_maker as module
 
 JOINT = SimpleNamespace(graph=None)
 

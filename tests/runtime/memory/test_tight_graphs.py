@@ -23,9 +23,9 @@ def recorder(monkeypatch):
 def test_layers_come_back_from_the_host_to_be_recorded(monkeypatch, pays):
     """Copies cost nothing here, and products something: it is what recordings save that pays for computing again."""
     from tunecompile.planner.hardware import Rates
-    from tunecompile.runtime.memory import budget
+    from tunecompile.runtime.memory import plan_maker
 
-    monkeypatch.setattr(budget, "rates_of", lambda *_: Rates(flops=1e12 if pays else 1.0, copy=1e12))
+    monkeypatch.setattr(plan_maker, "rates_of", lambda *_: Rates(flops=1e12 if pays else 1.0, copy=1e12))
     reference = step(build(None))
     model = build(int(0.85 * needed()))
     state = model._tunecompile
@@ -48,9 +48,9 @@ def test_layers_come_back_from_the_host_to_be_recorded(monkeypatch, pays):
 def test_sizes_that_change_are_planned_once(monkeypatch):
     """What recordings would save is known here, too, and yet none would be replayed: no other plan is compiled for them."""
     from tunecompile.planner.hardware import Rates
-    from tunecompile.runtime.memory import budget
+    from tunecompile.runtime.memory import plan_maker
 
-    monkeypatch.setattr(budget, "rates_of", lambda *_: Rates(flops=1e12, copy=1e12))
+    monkeypatch.setattr(plan_maker, "rates_of", lambda *_: Rates(flops=1e12, copy=1e12))
     model, reference = build(int(0.85 * needed())), build("eager")
     state = model._tunecompile
     for length in (16, 15, 14, 16, 13, 15, 16, 14, 13, 16):
