@@ -12,7 +12,7 @@ from tunecompile.runtime.layers import owner_slot
 from tunecompile.runtime.layers.owner_slot import OwnerSlot
 from tunecompile.runtime.step.mode import Mode
 from tunecompile.runtime.step.state import Step
-from tunecompile.runtime.unpad import unpad as module
+from tunecompile.runtime.unpad import batches as module
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE
 from tunecompile.runtime.unpad.owner_call import OwnerCall, PastCall
 from tunecompile.runtime.unpad.unpad import Unpadding

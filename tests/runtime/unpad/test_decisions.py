@@ -15,7 +15,9 @@ from tunecompile.integrations import loss_caller
 from tunecompile.runtime.layers import owner_slot
 from tunecompile.runtime.step.facts import scores
 from tunecompile.runtime.step.form import PACKED
+from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.step.state import Step
+from tunecompile.runtime.unpad import batches
 from tunecompile.runtime.unpad import decision as deciding
 from tunecompile.runtime.unpad import unpad as module
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, UnpadDecision, decide, narrows
@@ -234,7 +236,7 @@ def test_a_presumed_mask_is_read_behind_the_second_layer():
 def test_a_call_that_is_run_again_keeps_what_it_kept(monkeypatch):
     """Scores whose logits are read at padding, and a mask that was taken for whole rows and is none."""
     refused, presumed = [], [(UnpadDecision(FlatBatch.of_whole_rows(2, 6, 0, torch.device("cpu"))), "a mask")]
-    monkeypatch.setattr(module, "decide", lambda mask, windows, watch, why, joins: refused.append(why) or AS_IT_COMES)
+    monkeypatch.setattr(batches, "decide", lambda mask, windows, watch, why, joins: refused.append(why) or AS_IT_COMES)
     monkeypatch.setattr(Presumptions, "presume", lambda *_: presumed.pop() if presumed else None)
     monkeypatch.setattr(Presumptions, "hold", lambda self, masks: not masks)
     made, layer, mask = unpadding(), nn.Linear(2, 2), torch.zeros(2, 1, 6, 6)
@@ -301,7 +303,7 @@ def test_forwards_whose_scores_are_compared():
 
 
 def test_a_mask_of_rows_is_read_by_layers_that_know_documents(monkeypatch):
-    monkeypatch.setattr(module, "knows_documents", lambda layer: layer is knows)
+    monkeypatch.setattr(batches, "knows_documents", lambda layer: layer is knows)
     knows, other = nn.Linear(1, 1), nn.Linear(1, 1)
     made = unpadding()
     made.running = OwnerCall({})
@@ -313,7 +315,7 @@ def test_a_mask_of_rows_is_read_by_layers_that_know_documents(monkeypatch):
     pairs = torch.ones(2, 1, 6, 6, dtype=torch.bool)
     assert made.batch_of(knows, (hidden, pairs), {"attention_mask": rows}) == (flat, pairs)
     made.running.drops = True
-    with pytest.raises(module.RowsRefused):
+    with pytest.raises(RowsRefused):
         made.batch_of(other, (hidden,), {})
     made.running.by_rows = flat
     assert made.batch_of(knows, (hidden,), {}) == (flat, None)
@@ -321,7 +323,7 @@ def test_a_mask_of_rows_is_read_by_layers_that_know_documents(monkeypatch):
     assert made.batch_of(knows, (hidden,), {}) == (flat, None) and made.batch_of(other, (hidden,), {}) is None
     for where in ("in_backward", "in_checkpoint"):
         with monkeypatch.context() as patch:
-            patch.setattr(module, where, lambda: True)
+            patch.setattr(batches, where, lambda: True)
             assert made.batch_of(knows, (hidden,), {}) is None, "it would be repeated without knowing"
 
 
