@@ -45,8 +45,8 @@ RIVALS = (
     ("gpt-oss-20b-6-layers-lora-2x2048", "tunecompile"),
 )
 RUN = "run-llama-3.1-8b-qlora"  #: the README's row of whole runs, and its cells
-GRPO = "trainers-llama-3.1-8b-qlora-grpo-rollouts"
 RUN_CELLS = ("hf cold", "unsloth cold", "tunecompile cold", "tunecompile warm")
+GRPO = "trainers-llama-3.1-8b-qlora-grpo-rollouts"  #: its row of a whole GRPO step
 
 
 def to_markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -223,7 +223,7 @@ class LayerSlot(CompiledLayer):
         """
         running = None if self.padding is None else self.padding.running
         if running is not None and running.drops and not in_backward():
-            running.restart(note("runs-eagerly"))
+            raise RowsRefused(note("runs-eagerly"))
         self.region.refused[why] += 1
 
     def _trained(self, args: tuple, kwargs: dict) -> Any:

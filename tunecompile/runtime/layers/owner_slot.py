@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tunecompile._torch.autograd import in_backward
@@ -24,10 +25,8 @@ class OwnerSlot:
         owner, step = self.padding.owner, self.padding.step
         if is_compiling():  # by others
             return call_original(owner, *args, **kwargs)
-        facts = read_facts(
-            *(owner, self.padding.takes_cache, args, kwargs, step.elsewhere),
-            evaluates=lambda: self.evaluation.runs(args, kwargs),
-        )
+        evaluates = partial(self.evaluation.runs, args, kwargs)
+        facts = read_facts(owner, self.padding.takes_cache, args, kwargs, step.elsewhere, evaluates)
         mode = step.mode = mode_of_step(facts)
         if mode is Mode.EAGER or in_backward():  # a checkpoint repeats the owner's call
             self.padding.flat &= mode is not Mode.EAGER

@@ -1,9 +1,4 @@
-"""The plan that a model's layers on one device follow: handed out call by call, and told in the report.
-
-Survey, solve, compile. The first call of a kind of layers is compiled up to its joint graph, which is surveyed. The
-plan of the whole step is solved from all surveys (tunecompile/planner/step_plan.py). Only then is code generated, under
-the plan that the layer follows. So nothing is traced twice.
-"""
+"""The plan that a model's layers on one device follow: handed out call by call, and told in the report."""
 
 from __future__ import annotations
 
@@ -18,10 +13,7 @@ from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.notes import Note
 from tunecompile.planner.cost_model import beside_layers
 from tunecompile.planner.solver import Plan
-from tunecompile.planner.step_plan import (
-    count_options,
-    recomputed_names,
-)
+from tunecompile.planner.step_plan import count_options, recomputed_names
 from tunecompile.runtime.memory.accounting import PlannedLayer
 from tunecompile.runtime.memory.plan_maker import PlanMaker
 

@@ -1,4 +1,9 @@
-"""The plan of a model's layers on one device: made in the first training step, and again where a batch outgrows it."""
+"""The plan of a model's layers on one device: made in the first training step, and again where a batch outgrows it.
+
+Survey, solve, compile. The first call of a kind of layers is compiled up to its joint graph, which is surveyed. The
+plan of the whole step is solved from all surveys (tunecompile/planner/step_plan.py). Only then is code generated, under
+the plan that the layer follows. So nothing is traced twice.
+"""
 
 from __future__ import annotations
 

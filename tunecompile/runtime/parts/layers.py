@@ -8,11 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tunecompile._torch.autograd import others_trace
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.integrations.loss_caller import liger_kinds
 from tunecompile.integrations.transformers import gives_cache
@@ -25,8 +23,8 @@ from tunecompile.runtime.layers.owner_slot import OwnerSlot
 from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.model_state import ModelCall, Part, State
 from tunecompile.runtime.parts.first_step import FirstStepCheck
-from tunecompile.runtime.step.facts import read_facts
-from tunecompile.runtime.step.mode import Mode, StepFacts, mode_of_step
+from tunecompile.runtime.step.facts import facts_without_call, read_facts
+from tunecompile.runtime.step.mode import Mode, mode_of_step
 from tunecompile.runtime.step.state import NotCopied
 from tunecompile.runtime.watch.module_watch import TURNS
 
@@ -175,7 +173,7 @@ class EntryHook(NotCopied):
         if step.repeats or step.evaluates:
             return
         step.makes_cache = False
-        self._enter(mode_of_step(StepFacts(self.owner.training, torch.is_grad_enabled(), others_trace())))
+        self._enter(mode_of_step(facts_without_call(self.owner)))
         if step.active:
             self.state.before_step(ModelCall((), {}, self.counts))
 
@@ -223,9 +221,7 @@ class WholeSlot(LayerSlot):
         self.state.part(FirstStepCheck).check(self.state, args, kwargs)
         if (slot := slot_of(self.layer)) is not self and slot is not None:  # a rewrite was switched off
             return slot(*args, **kwargs)
-        self.step.enter(
-            self.layer, mode_of_step(StepFacts(self.layer.training, torch.is_grad_enabled(), others_trace()))
-        )
+        self.step.enter(self.layer, mode_of_step(facts_without_call(self.layer)))
         if not self.step.active or self.step.recovery is None:
             return self._run_step(args, kwargs)
         return self.step.recovery.attempt(lambda: self._run_step(args, kwargs), restarts=True)

@@ -41,6 +41,11 @@ def read_facts(
     )
 
 
+def facts_without_call(module: nn.Module) -> StepFacts:
+    """The facts where nothing is known of a call's arguments: it trains, or runs by its own code."""
+    return StepFacts(module.training, torch.is_grad_enabled(), others_trace())
+
+
 def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:
     """Whether this forward computes log-probabilities that are compared with those of training steps (a reference model
     in DPO, the old policy in GRPO): the same code has to compute them, or its rounding becomes part of the loss.

@@ -15,6 +15,7 @@ from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_document
 from tunecompile.notes import Note, note
 from tunecompile.runtime.step.form import PADDED
 from tunecompile.runtime.step.of_thread import of_thread
+from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, UnpadDecision, decide
@@ -88,13 +89,13 @@ class Batches:
             return self.running.by_rows, None
         if mask is None:
             if self.running is not None and self.running.drops and not in_backward():  # it would read zeros at padding
-                self.running.restart(note("no-mask-in-layers"))
+                raise RowsRefused(note("no-mask-in-layers"))
             flat = self.rounding.batch_of(self.running, layer, args, kwargs)
             return None if flat is None else (flat, None)
         decision = self._known(mask) if in_backward() else self._decided(layer, mask)
         rows = self.running.by_rows if self.running is not None and not in_backward() else None
         if decision.flat is None and rows is not None and rows.drops:
-            self.running.restart(decision.reason or note("masks-not-understood"))
+            raise RowsRefused(decision.reason or note("masks-not-understood"))  # it would read zeros at padding
         return None if decision.flat is None else (decision.flat, mask)
 
     def row_of(self, hidden: Any) -> tuple[FlatBatch, Tensor] | None:

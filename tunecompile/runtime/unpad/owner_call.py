@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile.notes import Note
-from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.decision import UnpadDecision
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.masks.recorder import MaskRecorder
@@ -48,14 +47,6 @@ class OwnerCall:
     def let_go(self) -> None:
         """It is over: what was decided of its masks lives on."""
         self.given, self.beside, self.mappings, self.masks_in_one_form = {}, {}, {}, {}
-
-    def restart(self, reason: Note) -> NoReturn:
-        """End it, to begin anew with its padding: a layer would read zeros there.
-
-        Raises:
-            RowsRefused: always.
-        """
-        raise RowsRefused(reason)
 
     def is_repeated(self) -> bool:
         """Whether a checkpoint of the user's repeats the layer that runs, which would have to know. (A re-entrant one

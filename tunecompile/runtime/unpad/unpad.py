@@ -58,6 +58,8 @@ class Unpadding(Batches):
         self.looks = LOOKS
         self.flattened = self.packed = self.whole = 0
         self.parameters = tuple(inspect.signature(owner.forward).parameters.values())
+        #: whether the owner's forward knows `use_cache`
+        self.takes_cache = any(parameter.name == "use_cache" for parameter in self.parameters)
         self.refused: Note | None = None  #: why no batch is flattened from now on
         #: calls that left out hidden states at padding, and whose results live: their logits may be read
         self.readable: list[PastCall] = []
@@ -84,11 +86,6 @@ class Unpadding(Batches):
         if self.step.scores_tokens or (self.flattened and not self.head_is_called()):
             return None
         return note("no-labels")
-
-    @property
-    def takes_cache(self) -> bool:
-        """Whether the owner's forward knows `use_cache`."""
-        return any(parameter.name == "use_cache" for parameter in self.parameters)
 
     def _run(self, call: OwnerCall, args: tuple, kwargs: dict) -> Any:
         self.watch.begin()
