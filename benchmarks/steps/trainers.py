@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trainers", default="dpo,grpo")
     parser.add_argument("--systems", default="tunecompile,unsloth,hf-checkpoint")
     parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing, as TRL has it")
-    parser.add_argument("--completion", type=int, help="tokens of each of GRPO's completions; drawn, if not given")
+    parser.add_argument("--completion", type=int, help="tokens of each completion; drawn, if not given")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     parser.add_argument("--rollouts", action="store_true", help="GRPO's completions are generated")
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after {UNTIMED} that are not")
@@ -70,10 +70,12 @@ def shape_of(trainer: str, given: argparse.Namespace) -> str:
     """ROWSxTOKENS; of rows of several lengths with the median."""
     if trainer == "sft":
         return f"{ROWS}x{LENGTH}"
-    if trainer == "grpo" and given.completion:
-        tokens = f"{given.prompt}+{given.completion}" if given.rollouts else given.prompt + given.completion
-        return f"{COMPLETIONS}x{tokens}"
-    return f"{2 * PAIRS if trainer == 'dpo' else COMPLETIONS}x~{given.prompt + TYPICAL}"
+    rows = 2 * PAIRS if trainer == "dpo" else COMPLETIONS
+    if not given.completion:
+        return f"{rows}x~{given.prompt + TYPICAL}"
+    if given.rollouts:
+        return f"{rows}x{given.prompt}+{given.completion}"
+    return f"{rows}x({given.prompt}+{given.completion})"
 
 
 def make(
@@ -97,9 +99,12 @@ def make(
     if trainer == "dpo":
         from trl import DPOConfig, DPOTrainer
 
-        counts = [draw_lengths(2, TYPICAL, 1024 - prompt) for _ in range(PAIRS * steps)]
+        longest = max(1024, prompt + (completion or 0))
+        counts = [
+            [completion] * 2 if completion else draw_lengths(2, TYPICAL, longest - prompt) for _ in range(PAIRS * steps)
+        ]
         rows = [{"prompt": words(prompt), "chosen": words(c), "rejected": words(r)} for c, r in counts]
-        settings = DPOConfig(**common, per_device_train_batch_size=PAIRS, max_length=1024)
+        settings = DPOConfig(**common, per_device_train_batch_size=PAIRS, max_length=longest)
         made = DPOTrainer(ref_model=None, args=settings, train_dataset=Dataset.from_list(rows), **about)
         return made, sum(2 * prompt + c + r for c, r in counts) / steps
     from trl import GRPOConfig, GRPOTrainer

@@ -56,6 +56,16 @@ def _attention(draw: _Draw) -> list:
     return [q, k, v, offsets, 37, 0.125, 0, None, True, 30.0]
 
 
+def _branches(draw: _Draw) -> list:
+    """A prefix, two branches, and a row alone, under a window."""
+    q, k, v = (draw.normal(70, heads, 64) for heads in (2, 1, 1))
+    numbers = dict(dtype=torch.int32, device=draw.device)
+    offsets = torch.tensor([0, 30, 40, 60, 70], **numbers)
+    tree = torch.tensor([[-1, 0, 0, -1], [60, 40, 60, 70]], **numbers)
+    places = torch.cat([torch.arange(*ends, **numbers) for ends in ((0, 40), (30, 50), (0, 10))])
+    return [q, k, v, offsets, 30, tree, places, 0.125, 33, None, 30.0]
+
+
 def _causal_attention(draw: _Draw) -> list:
     """Two rows, and two heads that share a key."""
     return [*(draw.normal(2, 70, heads, 64).transpose(1, 2) for heads in (2, 1, 1)), 0.125]
@@ -160,6 +170,7 @@ ARGUMENTS: dict[str, Callable[[_Draw], list]] = {
     "dequantize_4bit": _nf4,
     "dequantize_mxfp4": _mxfp4,
     "varlen_attention": _attention,
+    "branch_attention": _branches,
     "causal_attention": _causal_attention,
     "gated_delta_rule": _delta_rule,
     "channel_delta_rule": _channel_rule,

@@ -1,4 +1,5 @@
-"""Attention under a document mask becomes `varlen_attention`, which reads offsets instead of the mask.
+"""Attention under a document mask becomes `varlen_attention`, which reads offsets instead of the mask, or
+`branch_attention` where documents go on from others.
 
 Padded and packed batches reach a layer as one row of documents, and images reach a tower as one row of patches. The
 mask is the op `document_mask`. Attention that reads it, and does nothing else with it, is replaced.
@@ -18,11 +19,11 @@ from tunecompile.compiler.attention_calls import (
     views_behind,
 )
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
-from tunecompile.compiler.token_wise.graph import not_by_documents
+from tunecompile.compiler.token_wise.graph import is_tree, not_by_documents
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
-from tunecompile.ops import varlen_attention
+from tunecompile.ops import branch_attention, varlen_attention
 
 __all__ = ["PASS"]
 
@@ -37,7 +38,7 @@ def run(graph: Graph, context: Context) -> None:
         if is_disturbed(first_of(graph, {node, *found.inside}), node):
             reason: Any = DISTURBED
         else:
-            reason = not_by_documents(call.map(value)) or _rewrite(graph, node, call, mask)
+            reason = not_by_documents(call.map(value), is_tree(mask)) or _rewrite(graph, node, call, mask)
         if reason:
             tally.refuse(f"{_FAMILY}: {reason}{where_from(node)}")
             continue
@@ -51,25 +52,30 @@ def run(graph: Graph, context: Context) -> None:
 
 def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> str | None:
     offsets, longest, _, window, *rest = mask.args
-    causal = rest[0] if rest else True
+    causal, tree, places = (*rest, *(True, None, None)[len(rest) :])
     dtype, width, made_wide = value(node).dtype, value(call.query).shape[-1], value(call.value).shape[-1]
     joint = max(width, made_wide)
     softcap = float(call.softcap)
     casts = value(call.query).dtype != dtype
     scale = width**-0.5 if call.scale is None else call.scale
 
-    def by_documents(query: Any, key: Any, value: Any, offsets: Any, longest: Any, sinks: Any) -> Any:
+    def by_documents(
+        query: Any, key: Any, value: Any, offsets: Any, longest: Any, sinks: Any, tree: Any, places: Any
+    ) -> Any:
         rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
         rows = [x.to(dtype) for x in rows] if casts else rows  # as autocast would
         # zeros change neither scores nor results
         rows = [x if w == joint else F.pad(x, (0, joint - w)) for x, w in zip(rows, (width, width, made_wide))]
-        made = varlen_attention(*rows, offsets, longest, scale, window, sinks, causal, softcap)[0]
+        if tree is None:
+            made = varlen_attention(*rows, offsets, longest, scale, window, sinks, causal, softcap)[0]
+        else:
+            made = branch_attention(*rows, offsets, longest, tree, places, scale, window, sinks, softcap)[0]
         made = made if made_wide == joint else made[..., :made_wide]
         return made.transpose(0, 1).unsqueeze(0)
 
     key, val = unrepeated_pair(call)
     bound = {"query": call.query, "key": key, "value": val, "offsets": offsets, "longest": longest}
-    bound["sinks"] = call.sinks
+    bound |= {"sinks": call.sinks, "tree": tree, "places": places}
     return replace(graph, (node,), by_documents, bound)
 
 

@@ -2,7 +2,9 @@
 
 A program of the first owns keys of one head, for all heads of q that share it, so their gradients are summed in
 registers and in order; a program of the second owns queries. As in `forward_pass`, heads are read in chunks and results
-are written in slices. (FlashAttention: https://arxiv.org/abs/2205.14135.)
+are written in slices. In a tree of documents, queries of keys go on to the end of all nodes below, which follow, and
+keys of queries to the nodes above; programs own a head of q, and sums over these follow, in order as well.
+(FlashAttention: https://arxiv.org/abs/2205.14135.)
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .._launch import launch
-from .forward_pass import capped, checked, chunk_product, widths
+from .forward_pass import capped, checked, chunk_product, first_seen, sees, tree_of, widths
 
 __all__ = ["backward", "gradients_of_keys", "gradients_of_queries"]
 
@@ -25,13 +27,17 @@ def _weights_and_slopes(
     grad,
     row,
     key,
+    rows,
+    keys,
+    row_place,
+    key_place,
     logsumexp,
     delta,
-    length,
     qs0,
     ks0,
     vs0,
     gs0,
+    OWN: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -43,16 +49,14 @@ def _weights_and_slopes(
 ):
     """Of queries `row` (BLOCK) and keys (STEP): the softmax's weights, and the gradients of the products."""
     product = tl.zeros([BLOCK, STEP], tl.float32)
-    product = chunk_product(q, k, row, key, WIDTH, qs0, ks0, length, length, product, CHUNK, PARTS)
+    product = chunk_product(q, k, row, key, WIDTH, qs0, ks0, rows, keys, product, CHUNK, PARTS)
     scores, slope = capped(product, SCALE, SOFTCAP)
-    seen = (key[None, :] <= row[:, None]) & (row < length)[:, None]
-    if WINDOW > 0:
-        seen = seen & (row[:, None] - key[None, :] < WINDOW)
-    level = tl.load(logsumexp + row, mask=row < length, other=0.0)
+    seen = sees(row, key, rows, keys, row_place, key_place, OWN, WINDOW)
+    level = tl.load(logsumexp + row, mask=row < rows, other=0.0)
     weights = tl.exp(tl.where(seen, scores - level[:, None], float("-inf")))
     change = tl.zeros([BLOCK, STEP], tl.float32)
-    change = chunk_product(grad, v, row, key, WIDTH, gs0, vs0, length, length, change, CHUNK, PARTS)
-    mean = tl.load(delta + row, mask=row < length, other=0.0)
+    change = chunk_product(grad, v, row, key, WIDTH, gs0, vs0, rows, keys, change, CHUNK, PARTS)
+    mean = tl.load(delta + row, mask=row < rows, other=0.0)
     return weights, weights * (change - mean[:, None]) * slope * SCALE
 
 
@@ -67,6 +71,8 @@ def keys_kernel(
     dk,
     dv,
     offsets,
+    tree,
+    places,
     total,
     qs0,
     qs1,
@@ -78,10 +84,12 @@ def keys_kernel(
     gs1,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
+    MEMBERS: tl.constexpr,  # heads of q that a program sums over: all that share a key, or a part of them
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -96,51 +104,43 @@ def keys_kernel(
     if first >= length:
         return
     start = start.to(tl.int64)
-    shared = tl.program_id(2) // SLICES
+    part = tl.program_id(2) // SLICES
+    shared = part * MEMBERS // SHARED
     key = first + tl.arange(0, BLOCK)
     column = tl.program_id(2) % SLICES * SLICE + tl.arange(0, SLICE)
     k += start * ks0 + shared.to(tl.int64) * ks1
     v += start * vs0 + shared.to(tl.int64) * vs1
     made_k = tl.zeros([BLOCK, SLICE], tl.float32)
     made_v = tl.zeros([BLOCK, SLICE], tl.float32)
-    end = length
-    if WINDOW > 0:
+    rows = length
+    key_place = key
+    if TREE:
+        rows = (tl.load(tree + tl.num_programs(1) + tl.program_id(1)) - start).to(tl.int32)
+        places += start
+        key_place = tl.load(places) + key
+    end = rows
+    if WINDOW > 0 and not TREE:
         end = tl.minimum(length, first + BLOCK + WINDOW - 1)
-    for member in range(SHARED):
-        head = (shared * SHARED + member).to(tl.int64)
+    for member in range(MEMBERS):
+        head = (part * MEMBERS + member).to(tl.int64)
         queries = q + start * qs0 + head * qs1
         gradients = grad + start * gs0 + head * gs1
         for at in range(first // STEP * STEP, end, STEP):
             row = at + tl.arange(0, STEP)
+            row_place = row
+            if WINDOW > 0 and TREE:
+                row_place = tl.load(places + row, mask=row < rows, other=0)
             weights, change = _weights_and_slopes(
-                queries,
-                k,
-                v,
-                gradients,
-                row,
-                key,
-                logsumexp + head * total + start,
-                delta + head * total + start,
-                length,
-                qs0,
-                ks0,
-                vs0,
-                gs0,
-                WIDTH,
-                SCALE,
-                SOFTCAP,
-                WINDOW,
-                STEP,
-                BLOCK,
-                CHUNK,
-                PARTS,
+                *(queries, k, v, gradients, row, key, rows, length, row_place, key_place),
+                *(logsumexp + head * total + start, delta + head * total + start, qs0, ks0, vs0, gs0),
+                *(True, WIDTH, SCALE, SOFTCAP, WINDOW, STEP, BLOCK, CHUNK, PARTS),
             )
-            inside = (row < length)[:, None] & (column < WIDTH)[None, :]
+            inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
             g = tl.load(gradients + row[:, None].to(tl.int64) * gs0 + column[None, :], mask=inside, other=0.0)
             made_v = tl.dot(tl.trans(weights.to(g.dtype)), g, made_v, input_precision="ieee")
             x = tl.load(queries + row[:, None].to(tl.int64) * qs0 + column[None, :], mask=inside, other=0.0)
             made_k = tl.dot(tl.trans(change.to(x.dtype)), x, made_k, input_precision="ieee")
-    place = ((start + key) * (HEADS // SHARED) + shared)[:, None] * WIDTH + column[None, :]
+    place = ((start + key) * (HEADS // MEMBERS) + part)[:, None] * WIDTH + column[None, :]
     inside = (key < length)[:, None] & (column < WIDTH)[None, :]
     tl.store(dk + place, made_k.to(dk.dtype.element_ty), mask=inside)
     tl.store(dv + place, made_v.to(dv.dtype.element_ty), mask=inside)
@@ -156,6 +156,8 @@ def queries_kernel(
     delta,
     dq,
     offsets,
+    tree,
+    places,
     total,
     qs0,
     qs1,
@@ -171,6 +173,7 @@ def queries_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -190,46 +193,49 @@ def queries_kernel(
     column = tl.program_id(2) % SLICES * SLICE + tl.arange(0, SLICE)
     q += start * qs0 + head * qs1
     grad += start * gs0 + head * gs1
-    k += start * ks0 + head // SHARED * ks1
-    v += start * vs0 + head // SHARED * vs1
+    k += head // SHARED * ks1
+    v += head // SHARED * vs1
+    logsumexp += head * total + start
+    delta += head * total + start
+    own_k = k + start * ks0
+    own_v = v + start * vs0
     made = tl.zeros([BLOCK, SLICE], tl.float32)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(first - WINDOW + 1, 0) // STEP * STEP
-    for at in range(begin, tl.minimum(first + BLOCK, length), STEP):
+    for at in range(first_seen(first, STEP, WINDOW), tl.minimum(first + BLOCK, length), STEP):
         key = at + tl.arange(0, STEP)
         _, change = _weights_and_slopes(
-            q,
-            k,
-            v,
-            grad,
-            row,
-            key,
-            logsumexp + head * total + start,
-            delta + head * total + start,
-            length,
-            qs0,
-            ks0,
-            vs0,
-            gs0,
-            WIDTH,
-            SCALE,
-            SOFTCAP,
-            WINDOW,
-            BLOCK,
-            STEP,
-            CHUNK,
-            PARTS,
+            *(q, own_k, own_v, grad, row, key, length, length, row, key, logsumexp, delta, qs0, ks0, vs0, gs0),
+            *(True, WIDTH, SCALE, SOFTCAP, WINDOW, BLOCK, STEP, CHUNK, PARTS),
         )
         inside = (key < length)[:, None] & (column < WIDTH)[None, :]
-        x = tl.load(k + key[:, None].to(tl.int64) * ks0 + column[None, :], mask=inside, other=0.0)
+        x = tl.load(own_k + key[:, None].to(tl.int64) * ks0 + column[None, :], mask=inside, other=0.0)
         made = tl.dot(change.to(x.dtype), x, made, input_precision="ieee")
+    if TREE:
+        place_of_first = tl.load(places + start)
+        above = tl.load(tree + tl.program_id(1))
+        while above >= 0:
+            begin = tl.load(offsets + above)
+            keys = tl.load(offsets + above + 1) - begin
+            begin = begin.to(tl.int64)
+            further = place_of_first - tl.load(places + begin, mask=keys > 0, other=0)
+            above_k = k + begin * ks0
+            above_v = v + begin * vs0
+            for at in range(first_seen(first + further, STEP, WINDOW), keys, STEP):
+                key = at + tl.arange(0, STEP)
+                _, change = _weights_and_slopes(
+                    *(q, above_k, above_v, grad, row, key, length, keys, row + further, key),
+                    *(logsumexp, delta, qs0, ks0, vs0, gs0),
+                    *(False, WIDTH, SCALE, SOFTCAP, WINDOW, BLOCK, STEP, CHUNK, PARTS),
+                )
+                inside = (key < keys)[:, None] & (column < WIDTH)[None, :]
+                x = tl.load(above_k + key[:, None].to(tl.int64) * ks0 + column[None, :], mask=inside, other=0.0)
+                made = tl.dot(change.to(x.dtype), x, made, input_precision="ieee")
+            above = tl.load(tree + above)
     place = ((start + row) * HEADS + head)[:, None] * WIDTH + column[None, :]
     tl.store(dq + place, made.to(dq.dtype.element_ty), mask=(row < length)[:, None] & (column < WIDTH)[None, :])
 
 
-def _arguments(grad, q, k, v, logsumexp, delta, scale, window, softcap, tile):
-    """(tensors, strides, constants) of both kernels.
+def _arguments(grad, q, k, v, logsumexp, delta, offsets, scale, window, softcap, tree, places, tile):
+    """(tensors before gradients, tensors behind them, strides, constants) of both kernels.
 
     Raises:
         ValueError: shapes or strides do not fit.
@@ -241,34 +247,92 @@ def _arguments(grad, q, k, v, logsumexp, delta, scale, window, softcap, tile):
     strides = [size for each in (q, k, v, grad) for size in each.stride()[:2]]
     constants |= {"HEADS": q.shape[1], "SHARED": q.shape[1] // k.shape[1]}
     constants |= {"SCALE": float(scale), "SOFTCAP": float(softcap), "WINDOW": int(window)}
+    tree, places, constants["TREE"] = tree_of(q, offsets, tree, places)
     constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return (q, k, v, grad, logsumexp, delta), strides, constants
+    return (q, k, v, grad, logsumexp, delta), (offsets, tree, places), strides, constants
 
 
-def gradients_of_keys(grad, q, k, v, logsumexp, delta, offsets, longest, scale, window=0, softcap=0.0, *, tile=None):
+def gradients_of_keys(
+    grad,
+    q,
+    k,
+    v,
+    logsumexp,
+    delta,
+    offsets,
+    longest,
+    scale,
+    window=0,
+    softcap=0.0,
+    *,
+    tree=None,
+    places=None,
+    tile=None,
+):
     """(dk, dv): the part of ``backward`` that is theirs. Arguments and errors are the same."""
-    given, strides, constants = _arguments(grad, q, k, v, logsumexp, delta, scale, window, softcap, tile)
-    dk, dv = (torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in (k, v))
-    grid = triton.cdiv(longest, constants["BLOCK"]), offsets.shape[0] - 1, k.shape[1] * constants["SLICES"]
-    launch(keys_kernel, grid, *given, dk, dv, offsets, q.shape[0], *strides, **constants)
-    return dk, dv
+    rest = (offsets, scale, window, softcap, tree, places, tile)
+    given, where, strides, constants = _arguments(grad, q, k, v, logsumexp, delta, *rest)
+    total, heads, shared = q.shape[0], k.shape[1], constants["SHARED"]
+    if tree is None:
+        parts, dtype, constants["MEMBERS"] = 1, k.dtype, shared
+    else:  # the few keys of a prefix have the queries of all branches: a program for each head of these
+        parts, dtype, constants["MEMBERS"] = shared, torch.float32, 1
+    dk, dv = (torch.empty((total, heads * parts, k.shape[2]), dtype=dtype, device=k.device) for _ in range(2))
+    grid = triton.cdiv(longest, constants["BLOCK"]), offsets.shape[0] - 1, heads * parts * constants["SLICES"]
+    launch(keys_kernel, grid, *given, dk, dv, *where, total, *strides, **constants)
+    if parts == 1:
+        return dk.to(k.dtype), dv.to(v.dtype)
+    return tuple(each.view(total, heads, parts, -1).sum(2).to(k.dtype) for each in (dk, dv))
 
 
-def gradients_of_queries(grad, q, k, v, logsumexp, delta, offsets, longest, scale, window=0, softcap=0.0, *, tile=None):
+def gradients_of_queries(
+    grad,
+    q,
+    k,
+    v,
+    logsumexp,
+    delta,
+    offsets,
+    longest,
+    scale,
+    window=0,
+    softcap=0.0,
+    *,
+    tree=None,
+    places=None,
+    tile=None,
+):
     """dq: the part of ``backward`` that is theirs. Arguments and errors are the same."""
-    given, strides, constants = _arguments(grad, q, k, v, logsumexp, delta, scale, window, softcap, tile)
+    rest = (offsets, scale, window, softcap, tree, places, tile)
+    given, where, strides, constants = _arguments(grad, q, k, v, logsumexp, delta, *rest)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grid = triton.cdiv(longest, constants["BLOCK"]), offsets.shape[0] - 1, q.shape[1] * constants["SLICES"]
-    launch(queries_kernel, grid, *given, dq, offsets, q.shape[0], *strides, **constants)
+    launch(queries_kernel, grid, *given, dq, *where, q.shape[0], *strides, **constants)
     return dq
 
 
-def backward(grad, q, k, v, logsumexp, delta, offsets, longest, scale, window=0, softcap=0.0, *, tile=None):
+def backward(
+    grad,
+    q,
+    k,
+    v,
+    logsumexp,
+    delta,
+    offsets,
+    longest,
+    scale,
+    window=0,
+    softcap=0.0,
+    *,
+    tree=None,
+    places=None,
+    tile=None,
+):
     """The gradients of ``forward``, also of one whose result was scaled by what else is in its softmax.
 
     Args:
         grad: of out, [N, H, D] in its dtype.
-        q: queries. This, k, v, offsets, longest, scale, window, softcap and tile: as for ``forward``.
+        q: queries. This, k, v, offsets and all behind it: as for ``forward``.
         logsumexp: fp32 [H, N], of all that is in the softmax.
         delta: fp32 [H, N], the sums of grad * out over columns.
 
@@ -279,5 +343,6 @@ def backward(grad, q, k, v, logsumexp, delta, offsets, longest, scale, window=0,
         ValueError: shapes or strides do not fit.
     """
     rest = (logsumexp, delta, offsets, longest, scale, window, softcap)
-    dk, dv = gradients_of_keys(grad, q, k, v, *rest, tile=tile)
-    return gradients_of_queries(grad, q, k, v, *rest, tile=tile), dk, dv
+    named = {"tree": tree, "places": places, "tile": tile}
+    dk, dv = gradients_of_keys(grad, q, k, v, *rest, **named)
+    return gradients_of_queries(grad, q, k, v, *rest, **named), dk, dv

@@ -3,7 +3,7 @@
 FlashAttention (https://arxiv.org/abs/2205.14135), with the soft-cap of Gemma 2 (https://arxiv.org/abs/2408.00118): a
 score s becomes cap tanh(s / cap). A program owns BLOCK queries of one head and SLICE columns of the result. Heads are
 read CHUNK columns at a time, so that tiles of any width fit a card's shared memory; a head wider than SLICE has its
-scores computed once for each slice.
+scores computed once for each slice. Where documents are a tree, queries go on to the keys of the nodes above theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from .. import _tiles
 from .._launch import launch, next_power_of_2
 
-__all__ = ["NARROWEST", "capped", "checked", "chunk_product", "forward", "widths"]
+__all__ = ["NARROWEST", "capped", "checked", "chunk_product", "first_seen", "forward", "sees", "tree_of", "widths"]
 
 NARROWEST = 64  #: columns: narrower products read memory that is not theirs in Triton 3.6
 WIDEST = 256  #: columns of a result that a program keeps
@@ -70,6 +70,70 @@ def capped(product, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def sees(row, key, rows, keys, row_place, key_place, OWN: tl.constexpr, WINDOW: tl.constexpr):
+    """Which queries see which keys; OWN: of one node, not of one above."""
+    seen = (row < rows)[:, None] & (key < keys)[None, :]
+    if OWN:
+        seen = seen & (key[None, :] <= row[:, None])
+    if WINDOW > 0:
+        seen = seen & (row_place[:, None] - key_place[None, :] < WINDOW)
+    return seen
+
+
+@triton.jit
+def first_seen(place, STEP: tl.constexpr, WINDOW: tl.constexpr):
+    """Where keys begin that a query at this place sees, by steps."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(place - WINDOW + 1, 0) // STEP * STEP
+    return begin
+
+
+@triton.jit
+def _add_keys(
+    q,
+    k,
+    v,
+    row,
+    key,
+    column,
+    rows,
+    keys,
+    row_place,
+    key_place,
+    highest,
+    share,
+    made,
+    qs0,
+    ks0,
+    vs0,
+    OWN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The softmax of queries, with STEP more keys."""
+    product = tl.zeros([BLOCK, STEP], tl.float32)
+    product = chunk_product(q, k, row, key, WIDTH, qs0, ks0, rows, keys, product, CHUNK, PARTS)
+    scores, _ = capped(product, SCALE, SOFTCAP)
+    scores = tl.where(sees(row, key, rows, keys, row_place, key_place, OWN, WINDOW), scores, float("-inf"))
+    now = tl.maximum(highest, tl.max(scores, 1))
+    level = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen no key yet
+    weights = tl.exp(scores - level[:, None])
+    before = tl.exp(highest - level)
+    share = share * before + tl.sum(weights, 1)
+    place = v + key[:, None].to(tl.int64) * vs0 + column[None, :]
+    values = tl.load(place, mask=(key < keys)[:, None] & (column < WIDTH)[None, :], other=0.0)
+    made = tl.dot(weights.to(values.dtype), values, made * before[:, None], input_precision="ieee")
+    return now, share, made
+
+
+@triton.jit
 def forward_kernel(
     q,
     k,
@@ -77,6 +141,8 @@ def forward_kernel(
     out,
     logsumexp,
     offsets,
+    tree,
+    places,
     total,
     qs0,
     qs1,
@@ -90,6 +156,7 @@ def forward_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -107,32 +174,37 @@ def forward_kernel(
     row = first + tl.arange(0, BLOCK)
     column = tl.program_id(2) % SLICES * SLICE + tl.arange(0, SLICE)
     q += start * qs0 + head.to(tl.int64) * qs1
-    k += start * ks0 + (head // SHARED).to(tl.int64) * ks1
-    v += start * vs0 + (head // SHARED).to(tl.int64) * vs1
+    k += (head // SHARED).to(tl.int64) * ks1
+    v += (head // SHARED).to(tl.int64) * vs1
+    own_k = k + start * ks0
+    own_v = v + start * vs0
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     share = tl.zeros([BLOCK], tl.float32)
     made = tl.zeros([BLOCK, SLICE], tl.float32)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(first - WINDOW + 1, 0) // STEP * STEP
-    for at in range(begin, tl.minimum(first + BLOCK, length), STEP):
+    for at in range(first_seen(first, STEP, WINDOW), tl.minimum(first + BLOCK, length), STEP):
         key = at + tl.arange(0, STEP)
-        product = tl.zeros([BLOCK, STEP], tl.float32)
-        product = chunk_product(q, k, row, key, WIDTH, qs0, ks0, length, length, product, CHUNK, PARTS)
-        scores, _ = capped(product, SCALE, SOFTCAP)
-        seen = (key[None, :] <= row[:, None]) & (key < length)[None, :]
-        if WINDOW > 0:
-            seen = seen & (row[:, None] - key[None, :] < WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        now = tl.maximum(highest, tl.max(scores, 1))
-        level = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen no key yet
-        weights = tl.exp(scores - level[:, None])
-        before = tl.exp(highest - level)
-        share = share * before + tl.sum(weights, 1)
-        place = v + key[:, None].to(tl.int64) * vs0 + column[None, :]
-        values = tl.load(place, mask=(key < length)[:, None] & (column < WIDTH)[None, :], other=0.0)
-        made = tl.dot(weights.to(values.dtype), values, made * before[:, None], input_precision="ieee")
-        highest = now
+        highest, share, made = _add_keys(
+            *(q, own_k, own_v, row, key, column, length, length, row, key, highest, share, made, qs0, ks0, vs0),
+            *(True, WIDTH, SCALE, SOFTCAP, WINDOW, BLOCK, STEP, CHUNK, PARTS),
+        )
+    if TREE:
+        place_of_first = tl.load(places + start)
+        above = tl.load(tree + tl.program_id(1))
+        while above >= 0:
+            begin = tl.load(offsets + above)
+            keys = tl.load(offsets + above + 1) - begin
+            begin = begin.to(tl.int64)
+            further = place_of_first - tl.load(places + begin, mask=keys > 0, other=0)
+            above_k = k + begin * ks0
+            above_v = v + begin * vs0
+            for at in range(first_seen(first + further, STEP, WINDOW), keys, STEP):
+                key = at + tl.arange(0, STEP)
+                highest, share, made = _add_keys(
+                    *(q, above_k, above_v, row, key, column, length, keys, row + further, key),
+                    *(highest, share, made, qs0, ks0, vs0),
+                    *(False, WIDTH, SCALE, SOFTCAP, WINDOW, BLOCK, STEP, CHUNK, PARTS),
+                )
+            above = tl.load(tree + above)
     valid = row < length
     place = ((start + row) * HEADS + head)[:, None] * WIDTH + column[None, :]
     made = made / tl.where(valid, share, 1.0)[:, None]
@@ -169,7 +241,22 @@ def checked(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [each if each.stride(-1) == 1 else each.contiguous() for each in tensors]
 
 
-def forward(q, k, v, offsets, longest, scale, window=0, softcap=0.0, *, tile=None):
+def tree_of(q, offsets, tree, places):
+    """(tree, places, whether there is a tree), as kernels take them.
+
+    Raises:
+        ValueError: shapes or strides do not fit.
+    """
+    if tree is None:
+        return offsets, offsets, False
+    if tree.shape != (2, offsets.shape[0] - 1) or places.shape != q.shape[:1]:
+        raise ValueError(f"tree {tuple(tree.shape)}, places {tuple(places.shape)}")
+    if not tree.is_contiguous() or not places.is_contiguous():
+        raise ValueError("tree and places must be contiguous")
+    return tree, places, True
+
+
+def forward(q, k, v, offsets, longest, scale, window=0, softcap=0.0, *, tree=None, places=None, tile=None):
     """softmax(scores) v over documents, each token seeing itself and what stands before it in its own; fp32 inside.
 
     Args:
@@ -181,6 +268,9 @@ def forward(q, k, v, offsets, longest, scale, window=0, softcap=0.0, *, tile=Non
         scale: of the products.
         window: how many tokens a token sees, itself included; 0 for all.
         softcap: c of c * tanh(score / c), in the units of the scores; 0 for none.
+        tree: int32 [2, S], where documents are a tree, depth first: the parent of each, which stands before it, or -1,
+            and where the last token below it ends; or None.
+        places: int32 [N], with a tree: the place of each token among those that its last token sees.
         tile: a ``_tiles.Tile`` in place of the table's.
 
     Returns:
@@ -195,6 +285,7 @@ def forward(q, k, v, offsets, longest, scale, window=0, softcap=0.0, *, tile=Non
     logsumexp = torch.empty((heads, total), dtype=torch.float32, device=q.device)
     tile, constants = widths("attention", q, tile)
     grid = (triton.cdiv(longest, tile.block), offsets.shape[0] - 1, heads * constants["SLICES"])
+    tree, places, has_tree = tree_of(q, offsets, tree, places)
     launch(
         forward_kernel,
         grid,
@@ -204,6 +295,8 @@ def forward(q, k, v, offsets, longest, scale, window=0, softcap=0.0, *, tile=Non
         out,
         logsumexp,
         offsets,
+        tree,
+        places,
         total,
         *(size for each in (q, k, v) for size in each.stride()[:2]),
         HEADS=heads,
@@ -211,6 +304,7 @@ def forward(q, k, v, offsets, longest, scale, window=0, softcap=0.0, *, tile=Non
         SCALE=float(scale),
         SOFTCAP=float(softcap),
         WINDOW=int(window),
+        TREE=has_tree,
         **constants,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

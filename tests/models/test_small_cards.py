@@ -14,7 +14,8 @@ from tunecompile.estimate import multi_gpu
 from tunecompile.estimate.meta_model import meta_model
 from tunecompile.ir.op import refuse_gpu
 from tunecompile.ir.pretend_gpu import as_on_gpu
-from tunecompile.ops import attention, lora_mlp
+from tunecompile.ops import lora_mlp
+from tunecompile.ops.attention import documents
 from tunecompile.planner.datasheets import find_gpu
 
 
@@ -46,14 +47,14 @@ def test_which_templates_a_t4_takes(dtype):
     with as_on_gpu("t4"):
         refused = refuse_gpu(x)
         assert (refused is None) == (dtype is torch.float16)
-        assert attention._refuse_flash(heads, heads, heads, 0.0) and attention._refuse_template(
+        assert documents._refuse_flash(heads, heads, heads, 0.0) and documents.refuse_template(
             heads, heads, heads, True
         )
         (joined,) = [each for each in lora_mlp.providers if each.name == "joined"]
         args = (x, [x] * 3, [], [], [], [], [], [x] * 3, [x] * 3, [1.0] * 3, [64] * 3, 64, "nf4", "silu")
         assert joined.refuses(*args) is not None
     with as_on_gpu("rtx3090"):
-        assert refuse_gpu(x) is None and attention._refuse_flash(heads, heads, heads, 0.0) is None
+        assert refuse_gpu(x) is None and documents._refuse_flash(heads, heads, heads, 0.0) is None
 
 
 def scaled_steps(model, steps=4):

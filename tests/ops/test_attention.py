@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.support.ops.checks import DTYPES, QUICK, assert_fake_is_real, error, tensor
 from tunecompile._torch.fake_tensors import trace
 from tunecompile.ir.op import OPS
-from tunecompile.ops import attention, varlen_attention
+from tunecompile.ops import varlen_attention
+from tunecompile.ops.attention import documents as attention
 
 
 def offsets(lengths) -> torch.Tensor:

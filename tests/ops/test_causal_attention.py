@@ -15,7 +15,7 @@ from tunecompile._torch.fake_tensors import trace
 from tunecompile.ir.op import OPS
 from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.ops import causal_attention
-from tunecompile.ops.causal_attention import Blocks
+from tunecompile.ops.attention.causal import Blocks
 
 op_module = import_module("tunecompile.ir.op")  # the package shows the function of that name
 

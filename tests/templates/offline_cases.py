@@ -141,6 +141,7 @@ def cases(many=1, batch=1, device="cpu"):
     sums_of_keys = e(batch, 64 * chunks, 32, 128, dtype=torch.float32)
     scores = e(2 * many, 64, 2048, dtype=torch.float32)  # of two heads' 32 queries each
     documents, level = [e(rows, 16, 256), e(rows, 8, 256), e(rows, 8, 256)], e(16, rows, dtype=torch.float32)
+    tree = e(2, ends.shape[0] - 1, dtype=torch.int32), e(rows, dtype=torch.int32)
     order, offsets, table = (
         e(choices, dtype=torch.int64),
         e(experts_of, dtype=torch.int32),
@@ -229,6 +230,24 @@ def cases(many=1, batch=1, device="cpu"):
             f"attention_{name}": (
                 lambda *given, back=back: back(*given, max(rows // 2, 512), 0.06, 0, 50.0),
                 [documents[0], *documents, level, level, ends],
+            )
+            for name, back in (
+                ("keys", attention_backward.gradients_of_keys),
+                ("queries", attention_backward.gradients_of_queries),
+            )
+        },
+        "branches": (
+            lambda q, k, v, ends, *tree: attention.forward(
+                *(q, k, v, ends, max(rows // 2, 512), 0.06, 128), tree=tree[0], places=tree[1]
+            ),
+            [*documents, ends, *tree],
+        ),
+        **{
+            f"branches_{name}": (
+                lambda *given, back=back: back(
+                    *given[:-2], max(rows // 2, 512), 0.06, 0, 50.0, tree=given[-2], places=given[-1]
+                ),
+                [documents[0], *documents, level, level, ends, *tree],
             )
             for name, back in (
                 ("keys", attention_backward.gradients_of_keys),

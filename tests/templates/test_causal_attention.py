@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tunecompile.ops import causal_attention as reference  # noqa: E402
 from tunecompile.templates.attention import causal_softmax as template  # noqa: E402
 
-family = importlib.import_module("tunecompile.ops.causal_attention")  # a name that is the op's as well
+family = importlib.import_module("tunecompile.ops.attention.causal")  # a name that is the op's as well
 
 
 def make(shape, device, dtype, seed):

@@ -5,6 +5,13 @@ from tunecompile.notes.kind import NoteKind
 NOTES = {
     "padding-removed": NoteKind("padding is removed before the layers ({count} batches)"),
     "packed-without-mask": NoteKind("packed sequences are kept apart without a mask ({count} batches)"),
+    "prefixes-shared": NoteKind(
+        "prefixes that rows share are computed once ({count} batches, {tokens} tokens in place of {rows})"
+    ),
+    "prefixes-kept": NoteKind(
+        "prefixes that rows share are computed in each of them: {detail}",
+        "Follow the reason, if it is yours to change. The numbers are right.",
+    ),
     "padding-kept": NoteKind(
         "padded batches keep their padding: {detail}",
         "Follow the reason, if it is yours to change. The numbers are right; padding only costs time and memory.",
@@ -49,6 +56,12 @@ REASONS = {
         "its layers are given no boolean mask [B, 1, T, T] that says which tokens see each other"
     ),
     "one-owner-several-lists": NoteKind("one module owns several lists of layers"),
+    # prefixes that rows share
+    "states-of-branches": NoteKind("states of {detail} would have to go on from a prefix in each branch"),
+    "draws-random": NoteKind("each copy draws random numbers of its own ({detail})", "Switch dropout off."),
+    "copies-differ": NoteKind(
+        "equal tokens do not reach the layers as equal ones (of dropout or noise on embeddings, or of places in a row)"
+    ),
     # code that may read other tokens
     "hook-on-all-modules": NoteKind("a hook is registered for all modules", "Remove the hook for training steps."),
     "head-mixes-tokens": NoteKind("its head mixes tokens"),

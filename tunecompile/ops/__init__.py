@@ -4,8 +4,13 @@ Each function defines what its op computes. The backward is a separate op in the
 [T, K] has T tokens; "any floating dtype" is bf16, fp16, fp32 or fp64; a gradient has the shape and dtype of its tensor.
 `tunecompile.op` documents how an op is made."""
 
-from tunecompile.ops.attention import document_mask, varlen_attention
-from tunecompile.ops.causal_attention import causal_attention, one_query_attention
+from tunecompile.ops.attention import (
+    branch_attention,
+    causal_attention,
+    document_mask,
+    one_query_attention,
+    varlen_attention,
+)
 from tunecompile.ops.dora import adapted_norm
 from tunecompile.ops.experts import (
     adapted_stack,
@@ -36,6 +41,7 @@ __all__ = [
     "adapted_stack",
     "add_layer_norm",
     "add_rms_norm",
+    "branch_attention",
     "causal_attention",
     "channel_delta_rule",
     "clamped_gate",

@@ -173,8 +173,8 @@ def test_compiled_layers(mode):
         noise = max(max(zoo.errors(other, references[0][1]).values()) for _, other in references[1:])
         if noise == 0:
             assert equal_bits((loss, gradients), references[0])
-        else:  # attention's backward adds up in any order
-            assert max(zoo.errors(gradients, references[0][1]).values()) <= 4 * noise
+        else:  # attention's backward adds up in any order; bytes of another tensor would change far more
+            assert max(zoo.errors(gradients, references[0][1]).values()) <= max(4 * noise, 5e-3)
     report = offload.report()
     assert report["bytes_out"] > 0 and report["host_bytes"] == 0 and not report["refusals"]
     layer_input, by_layer = 2 * 2048 * 1024 * 2, sorted(report["bytes_out_by_layer"].values())

@@ -36,7 +36,8 @@ def test_tokens_are_those_of_transformers(family):
         settings = greedy(max_new_tokens=40)
         assert torch.equal(ours.generate(**inputs, **settings), model.generate(**inputs, **settings)), (rows, length)
     loop = loop_of(ours)
-    assert loop.calls == 3 and loop.refused is None, loop.notes()
+    in_loops = family == "olmoe"  # in fp32 products of experts are a loop on the host, which no graph holds
+    assert loop.calls == 3 and (loop.refused is not None) is in_loops, loop.notes()
 
 
 def test_packed_weights_are_read_as_exactly_as_dequantised_ones():

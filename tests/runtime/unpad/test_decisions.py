@@ -23,8 +23,8 @@ from tunecompile.runtime.unpad import unpad as module
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, UnpadDecision, decide, narrows
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_padding, windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.masks.presume import AHEAD, Presumptions
 from tunecompile.runtime.unpad.owner_call import OwnerCall, PastCall
-from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
 from tunecompile.runtime.unpad.unpad import Unpadding
 
 # -- masks ---------------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_a_presumed_mask_is_read_behind_the_second_layer():
 def test_a_call_that_is_run_again_keeps_what_it_kept(monkeypatch):
     """Scores whose logits are read at padding, and a mask that was taken for whole rows and is none."""
     refused, presumed = [], [(UnpadDecision(FlatBatch.of_whole_rows(2, 6, 0, torch.device("cpu"))), "a mask")]
-    monkeypatch.setattr(batches, "decide", lambda mask, windows, watch, why, joins: refused.append(why) or AS_IT_COMES)
+    monkeypatch.setattr(batches, "decide", lambda mask, windows, watch, why, *_: refused.append(why) or AS_IT_COMES)
     monkeypatch.setattr(Presumptions, "presume", lambda *_: presumed.pop() if presumed else None)
     monkeypatch.setattr(Presumptions, "hold", lambda self, masks: not masks)
     made, layer, mask = unpadding(), nn.Linear(2, 2), torch.zeros(2, 1, 6, 6)

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from tests.support.decisions import Watch, whole_rows
-from tunecompile.runtime.unpad import presume as presuming
 from tunecompile.runtime.unpad.decision import UnpadDecision
-from tunecompile.runtime.unpad.presume import AFTER, SURPRISES, Presumptions
+from tunecompile.runtime.unpad.masks import presume as presuming
+from tunecompile.runtime.unpad.masks.presume import AFTER, SURPRISES, Presumptions
 
 
 def added_mask(whole=True):

@@ -20,7 +20,8 @@ from tunecompile.runtime.model_state import state_of
 from tunecompile.runtime.unpad import refusals, rounding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.owner_call import OwnerCall
-from tunecompile.runtime.unpad.rounding import PARTS, Rounding, rounded_up
+from tunecompile.runtime.unpad.rounding import Rounding
+from tunecompile.runtime.unpad.sizes import PARTS, rounded_up
 from tunecompile.runtime.watch.traced_graph import TracedGraph
 
 pytest.importorskip("transformers")

@@ -11,8 +11,10 @@ from tests.support.models.pairs import attending, pair
 from tests.support.notes import find, has
 from tests.support.reports import flattened, told_apart
 from tunecompile.runtime.layers.layer_slot import LayerSlot
-from tunecompile.runtime.unpad import decision, presume
-from tunecompile.runtime.unpad.presume import AFTER, SURPRISES
+from tunecompile.runtime.unpad import decision
+from tunecompile.runtime.unpad.masks import presume
+from tunecompile.runtime.unpad.masks.presume import AFTER, SURPRISES
+from tunecompile.runtime.unpad.prefixes import search
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -121,6 +123,7 @@ def test_whole_rows_are_presumed_and_others_are_run_again(family, masks, more, m
     """No wait for the device after some batches of whole rows; a batch with padding has its own numbers all the same."""
     waits, read = [], decision.read_mask
     monkeypatch.setattr(decision, "read_mask", lambda *given: waits.append(1) or read(*given))
+    monkeypatch.setattr(search, "FEW", 1000)  # looks for prefixes that rows share wait, too
     model, reference = pair(lambda: zoo.make(family, num_hidden_layers=2, use_cache=False, **more))
     for seed in range(AFTER + 2):
         assert_same_flattened(model, reference, zoo.batch(256, 2, 16, seed=seed))

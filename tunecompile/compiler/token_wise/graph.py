@@ -32,7 +32,14 @@ from tunecompile.ir.op import HALF, has_triton
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.rewrite import user_frame, where_from
 from tunecompile.notes import Note, note
-from tunecompile.ops import channel_delta_rule, gated_delta_rule, selective_scan, short_convolution, ssd_scan
+from tunecompile.ops import (
+    channel_delta_rule,
+    document_mask,
+    gated_delta_rule,
+    selective_scan,
+    short_convolution,
+    ssd_scan,
+)
 
 LENGTHS = (384, 1152, 8320, 40064, 1000064)  #: numbers of tokens that lead to the same graph, if it follows none
 #: transformers' own code that sorts tokens by expert, and puts them back: a stated exception, since order is restored
@@ -51,11 +58,17 @@ def _end(code: str, detail: str = "") -> NoReturn:
     raise _MayMix(note(code, detail=detail) if detail else note(code))
 
 
-def not_by_documents(call: AttentionArguments) -> Note | None:
+def is_tree(mask: Node) -> bool:
+    """Whether documents of a call of `document_mask` go on from others."""
+    return len(mask.args) > 5 and mask.args[5] is not None
+
+
+def not_by_documents(call: AttentionArguments, tree: bool = False) -> Note | None:
     """Why attention under a document mask cannot be `varlen_attention`.
 
     Args:
         call: with values in the place of nodes.
+        tree: whether documents go on from others, so that it has to be `branch_attention`.
     """
     q, k, v = call.query, call.key, call.value
     if call.dropout or call.causal:
@@ -67,7 +80,7 @@ def not_by_documents(call: AttentionArguments) -> Note | None:
     if on_gpu(q):
         half = q.dtype in HALF or torch.is_autocast_enabled(q.device.type)
         width = max(q.shape[-1], v.shape[-1])
-        flash = width % 8 == 0 and width <= 256 and not call.softcap
+        flash = width % 8 == 0 and width <= 256 and not (call.softcap or tree)
         if not half or not (flash or (has_triton() and 16 <= width <= 512)):
             return note("no-unpadded-kernel")
     return None
@@ -130,6 +143,9 @@ class _Reader(Interpreter):
         super().__init__(gm, garbage_collect_values=False)  # what attention reads may be last read in the midst of it
         self.mode, self.attention, self.of_images = mode, attention_calls(gm.graph, unread), is_told_of_images(gm)
         self.collected = collected
+        self.is_tree = mode.is_tree = any(
+            map(is_tree, gm.graph.find_nodes(op="call_function", target=document_mask.overload))
+        )
         self.skipped = {node for call in self.attention.values() for node in call.inside}
 
     def run_node(self, n: Node) -> Any:
@@ -144,8 +160,8 @@ class _Reader(Interpreter):
             _end("mixes-tokens", f"the length is a number in it{where_from(n)}")
         if n in self.attention:
             return self._attention(n)
-        if n.target in _BY_DOCUMENTS and not _has_offsets(n):
-            _end("mixes-tokens", f"{name_of(n.target)}{where_from(n)}")
+        if n.target in _BY_DOCUMENTS and (self.is_tree or not _has_offsets(n)):
+            _end("states-of-branches" if self.is_tree else "mixes-tokens", f"{name_of(n.target)}{where_from(n)}")
         if any(document_mask_of(each) is not None for each in n.all_input_nodes):
             _end("mixes-tokens", f"{name_of(n.target)}, which reads the mask{where_from(n)}")
         return super().run_node(n)
@@ -153,7 +169,7 @@ class _Reader(Interpreter):
     def _attention(self, node: Node) -> Tensor:
         arguments = self.attention[node].arguments
         call = arguments.map(lambda given: self.env[given] if isinstance(given, Node) else given)
-        if (reason := not_by_documents(call)) is not None:
+        if (reason := not_by_documents(call, self.is_tree)) is not None:
             raise _MayMix(reason)
         if any(tokens_of(x) != [2] for x in (call.query, call.key, call.value)):
             _end("own-mask")
@@ -221,9 +237,12 @@ class _LeavesTokensApart(TorchDispatchMode):
     """Ends the reading at the first operation that is not known to leave tokens apart."""
 
     node: Node  #: that is run; `_Reader` sets it
+    is_tree = False  #: whether rows share tokens, each of which would draw for itself
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        if self.is_tree and torch.Tag.nondeterministic_seeded in func.tags:
+            _end("draws-random", f"{func.__name__.partition('.')[0]}{where_from(self.node)}")
         if _is_routing(self.node):
             return made
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -120,9 +120,10 @@ class LayerSlot(CompiledLayer):
         """The call as it comes, where the layer cannot run on a row of documents.
 
         Raises:
-            RowsRefused: layers before it have left out what stands at padding, so that all have to begin anew.
+            RowsRefused: layers before it have left out what stands at padding, or prefixes that rows share, so that
+                all have to begin anew.
         """
-        if flat.drops:
+        if flat.drops or flat.shared is not None:
             raise RowsRefused(reason)
         if flat.rounds:
             self.padding.rounding.refuse(reason)

@@ -22,6 +22,7 @@ class MaskFacts:
     needless: bool = False
     narrows: bool = False  #: whether a kernel with its window computes fewer pairs
     joins: bool = False  #: whether rows without padding run by the graph of padded ones
+    shares: bool = False  #: whether rows begin alike, and are computed as branches
     keeps: Note | None = None  #: why nothing at padding may be left out: what the call, or its loss, is like
     #: why hidden states have to stay as they are: a look at all modules; whether at heads, too
     seen: Callable[[bool], Note | None] = lambda heads: None
@@ -44,7 +45,7 @@ def form_of(facts: MaskFacts) -> Form:
     """
     if not facts.understood:
         return Form(reason=note("row-interrupted" if facts.interrupted else "masks-not-understood"))
-    if facts.needless and not (facts.joins or facts.narrows):
+    if facts.needless and not (facts.joins or facts.narrows or facts.shares):
         return Form()
     if not facts.padded:
         reason = facts.seen(False)

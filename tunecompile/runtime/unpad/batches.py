@@ -23,8 +23,9 @@ from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
 from tunecompile.runtime.unpad.masks.given import bounds_in, is_given, mask_in, padding_in
 from tunecompile.runtime.unpad.masks.pairs import identity, version
+from tunecompile.runtime.unpad.masks.presume import AHEAD, Presumptions
 from tunecompile.runtime.unpad.owner_call import MaskDecision, OwnerCall
-from tunecompile.runtime.unpad.presume import AHEAD, Presumptions
+from tunecompile.runtime.unpad.prefixes.search import PrefixSearch
 from tunecompile.runtime.unpad.rounding import Replays, Rounding
 
 
@@ -51,6 +52,7 @@ class Batches:
         self.owner, self.members, self.step = owner, members, step
         self.watch = refusals.OwnerWatch(owner, members)
         self.presumptions, self.rounding = Presumptions(), Rounding(owner, members, self.watch, replays)
+        self.prefixes = PrefixSearch()
         self.gathered: bool | None = None  #: whether layers gather weights from other ranks; None until it is looked at
         self.notes: dict[Note, None] = {}
         self.masks: dict[
@@ -78,8 +80,22 @@ class Batches:
         None where the batch stays as it is.
 
         Raises:
-            RowsRefused: layers before this one have left out what stands at padding, and it has no mask.
+            RowsRefused: layers before this one have left out what stands at padding, and it has no mask; or rows that
+                begin alike do not reach the layers alike.
         """
+        found = self._batch_of(layer, args, kwargs)
+        call = self.running
+        if found is None or found[0].shared is None or call is None or call.shared is not None or in_backward():
+            return found
+        flat, mask = found
+        call.shared = flat.shared
+        if self.prefixes.checks:
+            self.prefixes.checks -= 1
+            if flat.copies_differ(args, kwargs, mask):
+                raise RowsRefused(note("copies-differ"))
+        return found
+
+    def _batch_of(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[FlatBatch, Tensor | None] | None:
         mask = mask_in(args, kwargs)
         rows = padding_in(args, kwargs) if mask is None and knows_documents(layer) else None
         if mask is None and (rows := bounds_in(layer, args, kwargs) if rows is None else rows) is not None:
@@ -166,7 +182,7 @@ class Batches:
 
     def _decide(self, layer: nn.Module, mask: Tensor, call: OwnerCall) -> UnpadDecision:
         call.decided, place = True, identity(mask)
-        waits = self.gathered or mask.dim() <= 2
+        waits = self.gathered or mask.dim() <= 2 or call.prefixes is not None
         presumed = None if waits else self.presumptions.presume(layer, mask, self.watch, call.presumed)
         if presumed is not None:
             decision = presumed[0]
@@ -174,7 +190,7 @@ class Batches:
         else:
             refused = call.keeps_padding or self._why_others_read_padding()
             refused = refused or refusals.router_logits(self.owner, call.given)
-            decision = decide(mask, windows_of(layer), self.watch, refused, call.joins)
+            decision = decide(mask, windows_of(layer), self.watch, refused, call.joins, call.prefixes)
             self.presumptions.learn(layer, decision)
         if decision.flat is not None and (joined := self._joined(decision.flat, call)) is not None:
             decision = UnpadDecision(joined)
@@ -202,6 +218,17 @@ class Batches:
         """Note that states cross from document to document, where layers could keep them apart."""
         if kind := next((type(layer).__name__ for layer in self.members() if knows_documents(layer)), None):
             self.notes[note(code, kind)] = None
+
+    def _why_prefixes_stay(self, given: dict[str, Any]) -> Note | None:
+        """Why prefixes that rows share are computed in each of them, as far as modules and arguments tell."""
+        if kind := next((type(layer).__name__ for layer in self.members() if knows_documents(layer)), None):
+            return note("states-of-branches", detail=kind)
+        if self.gathered:
+            return note("weights-gathered")
+        name = "output_router_logits"
+        wanted = given.get(name)
+        asked = getattr(getattr(self.owner, "config", None), name, False) if wanted is None else wanted
+        return note("output-required", name) if asked else None
 
     def _why_others_read_padding(self) -> Note | None:
         """Whether a layer that is not compiled by us is among those of the call: it would read zeros at padding."""

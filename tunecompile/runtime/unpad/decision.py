@@ -16,10 +16,11 @@ from tunecompile.integrations.registered.names import NAME
 from tunecompile.ir.op import HALF
 from tunecompile.notes import Note, note
 from tunecompile.runtime.step.form import PADDED, MaskFacts, form_of
-from tunecompile.runtime.unpad.documents import MaskReading, read_mask, read_offsets, read_padding
+from tunecompile.runtime.unpad.documents import BOTH_WAYS, MaskReading, read_mask, read_offsets, read_padding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.masks.given import MASK
 from tunecompile.runtime.unpad.masks.pairs import PairMask
+from tunecompile.runtime.unpad.prefixes.search import Keys
 from tunecompile.runtime.unpad.refusals import OwnerWatch
 
 
@@ -36,7 +37,12 @@ AS_IT_COMES = UnpadDecision()
 
 
 def decide(
-    mask: Tensor, windows: tuple[int, ...], watch: OwnerWatch, refused: Note | None, joins: bool = False
+    mask: Tensor,
+    windows: tuple[int, ...],
+    watch: OwnerWatch,
+    refused: Note | None,
+    joins: bool = False,
+    prefixes: Keys | None = None,
 ) -> UnpadDecision:
     """For the mask of a batch.
 
@@ -47,6 +53,7 @@ def decide(
         watch: whether anybody else looks at hidden states.
         refused: why no padding may be left out in this call; None where nothing is known.
         joins: whether rows without padding run by the graph of padded ones.
+        prefixes: what tokens are known by, where common prefixes are looked for.
     """
     labels, unknown, model = loss_caller.causal_labels()
     if labels is not None and labels.shape != (len(mask), mask.shape[-1]):
@@ -55,7 +62,9 @@ def decide(
         reading = read_offsets(mask) if windows == (0,) else MaskReading(None)
     else:
         reading = read_padding(mask, labels) if mask.dim() == 2 else read_mask(mask, windows, labels)
-    found = reading.documents
+    found, shared = reading.documents, None
+    if found is not None and prefixes is not None and found.window != BOTH_WAYS:
+        shared = prefixes.shared(found.real, found.starts)
     facts = MaskFacts(
         understood=found is not None,
         interrupted=reading.interrupted,
@@ -65,13 +74,14 @@ def decide(
         needless=reading.full and not mask.is_floating_point() and not isinstance(mask, PairMask),
         narrows=found is not None and narrows(found.window, mask),
         joins=joins,
+        shares=shared is not None,
         keeps=refused or unknown,
         seen=lambda heads: watch.reason(model) if heads else watch.reason(),
     )
     form = form_of(facts)
     if found is None or not form.rows:
         return UnpadDecision(None, form.reason, form.batches) if form.reason is not None else AS_IT_COMES
-    flat = FlatBatch.of(found)
+    flat = FlatBatch.of(found) if shared is None else FlatBatch.of_shared(shared, found.real.shape, found.window)
     flat.fills = MASK if mask.dim() == 1 else ""
     return UnpadDecision(flat)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,8 @@ from tunecompile.runtime.cuda_graphs.between import Between
 from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, Documents
 from tunecompile.runtime.unpad.masks.given import hidden_in
+from tunecompile.runtime.unpad.prefixes.shared import SharedPrefixes
+from tunecompile.runtime.unpad.sizes import launched_for, multiple_on, power_of_two, rounded_to
 
 #: OFFSETS, int32 [S + 2]: where documents begin; the last one is the rounding up of N
 LONGEST = "longest_document"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
@@ -29,9 +32,10 @@ ADDED = "document_mask_added"  #: the dtype in which the mask is added to scores
 BOUNDS_BESIDE = "document_bounds"
 IMAGE_BOUNDS = "image_bounds"  #: int [images + 1]; the same tensor that a layer is given under its own name
 LONGEST_IMAGE = "longest_image"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
-RECORDED = 2048  #: tokens of a row up to which launches are waited for, and so recorded
 ROUNDED = 128  #: what the longest image is rounded up to, at least
-_OURS = (OFFSETS, LONGEST, WINDOW, MASKS, ADDED)
+TREE = "document_tree"  #: int32 [2, S], where documents go on from others: see `ops.branch_attention`
+PLACES = "document_places"  #: int32 [N], with a tree: the place of each token in its row
+_OURS = (OFFSETS, LONGEST, WINDOW, MASKS, ADDED, TREE, PLACES)
 
 #: what collators tell other attention of boundaries; ours has them from the mask
 BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -70,6 +74,7 @@ class FlatBatch:
     joins: bool = False  #: whether it has no padding, and runs by the graph of batches that have
     lone: bool = False  #: whether its one row has no dimension: the patches [N, H] of a tower
     bounds: Tensor | None = None  #: int [images + 1], where a tower's images begin; layers are given it as it is
+    shared: SharedPrefixes | None = None  #: where prefixes that rows share are there once
     rows: Rows = field(default_factory=Rows)
 
     @staticmethod
@@ -83,7 +88,7 @@ class FlatBatch:
         begin = where_set(found.starts.flatten()[order], found.documents)
         ends = [torch.full((1,), end, device=device) for end in (found.count, total)]  # a list of numbers would wait
         longest = torch.empty(
-            _launched_for(max(found.longest, total - found.count, 2), total, multiple), 0, device=device
+            launched_for(max(found.longest, total - found.count, 2), total, multiple), 0, device=device
         )
         return FlatBatch(
             F.pad(order, (0, total - found.count)),
@@ -105,9 +110,17 @@ class FlatBatch:
         total = total or rounded_to(count, multiple)
         offsets = torch.arange(rows + 2, device=device, dtype=torch.int32) * length
         offsets[-1:].fill_(total)
-        longest = torch.empty(_launched_for(max(longest, total - count), total, multiple), 0, device=device)
+        longest = torch.empty(launched_for(max(longest, total - count), total, multiple), 0, device=device)
         index = F.pad(torch.arange(count, device=device), (0, total - count))
         return FlatBatch(index, offsets, longest, window, count, (rows, length), whole=True)
+
+    @staticmethod
+    def of_shared(shared: SharedPrefixes, shape: tuple[int, int], window: int) -> FlatBatch:
+        """Where rows that begin alike go on from one document."""
+        count, total, device = shared.forest.count, len(shared.index), shared.index.device
+        longest = launched_for(max(shared.forest.longest, total - count, 2), total, multiple_on(device))
+        longest = torch.empty(longest, 0, device=device)
+        return FlatBatch(shared.index, shared.offsets, longest, window, count, shape, shared=shared)
 
     def seen_back(self, window: int) -> FlatBatch:
         """The same tokens, of which each sees so many before it, for layers that run between these."""
@@ -134,8 +147,8 @@ class FlatBatch:
             total = len(self.index)
             # Powers of two, since each new size may cost a recording: further images are empty. And one more, so that
             # the longest is no other size by chance.
-            longest = _power_of_two(max(longest, total - self.real, ROUNDED)) + 1
-            offsets = F.pad(offsets[:-1], (0, _power_of_two(len(offsets)) - len(offsets) + 1), value=total)
+            longest = power_of_two(max(longest, total - self.real, ROUNDED)) + 1
+            offsets = F.pad(offsets[:-1], (0, power_of_two(len(offsets)) - len(offsets) + 1), value=total)
             setattr(offsets, FILLS, True)
             self.rows.images[id(bounds)] = bounds, offsets, torch.empty(longest, 0, device=bounds.device)
         bounds, offsets, longest_of = self.rows.images[id(bounds)]
@@ -153,7 +166,8 @@ class FlatBatch:
     @property
     def drops(self) -> bool:
         """Whether hidden states at padding are not computed."""
-        return self.real < self.shape[0] * self.shape[1]
+        tokens = self.real if self.shared is None else len(self.shared.forest.tokens)
+        return tokens < self.shape[0] * self.shape[1]
 
     def on_row_of(self, other: FlatBatch) -> FlatBatch | None:
         """Itself on another's row, so that layers read what the other's layers made of it, however far back each sees.
@@ -161,6 +175,9 @@ class FlatBatch:
         Returns:
             None where the other has other documents. To find that out it waits for the device.
         """
+        if self.shared is not None or other.shared is not None:
+            alike = self.shared is other.shared
+            return None if not alike else other if self.window == other.window else other.seen_back(self.window)
         alike = self.rows is other.rows or (
             (self.real, self.shape) == (other.real, other.shape)
             and self.offsets.shape == other.offsets.shape
@@ -194,6 +211,8 @@ class FlatBatch:
             return None
         named |= {name: self._ones(dtype) for name, dtype in self.real_rows if name in named and named[name] is None}
         ours = {OFFSETS: self.offsets, LONGEST: self.longest, WINDOW: str(self.window), MASKS: tuple(places)}
+        if self.shared is not None:
+            ours |= {TREE: self.shared.tree, PLACES: self.shared.places}
         added = str(mask.dtype).removeprefix("torch.") if mask is not None and mask.is_floating_point() else ""
         if self.bounds is not None:  # as a layer is told of images that fill up their row
             ours = {IMAGE_BOUNDS: self.bounds, IMAGE_OFFSETS: self.offsets, LONGEST_IMAGE: self.longest}
@@ -264,6 +283,8 @@ class FlatBatch:
         rows, length = self.shape
         if self.lone:
             return values[: self.real]
+        if self.shared is not None:
+            return self.shared.batch_of(values[0]).unflatten(0, (rows, length))
         if self.whole:
             return values[0, : self.real].unflatten(0, (rows, length))
         blank = values.new_zeros(rows * length, *values.shape[2:])
@@ -286,16 +307,38 @@ class FlatBatch:
             self.rows.shared[id(value)] = value, self._each_token(value)
         return self.rows.shared[id(value)][1]
 
+    def copies_differ(self, args: tuple, kwargs: dict, mask: Tensor | None) -> bool:
+        """Whether rows that share tokens differ there in any of these. It waits for the device.
+
+        Args:
+            args, kwargs: of a layer, for the batch.
+            mask: the one among them that was read.
+        """
+        given = [
+            each for value in (*args, *kwargs.values()) for each in (value if isinstance(value, tuple) else (value,))
+        ]
+        for value in given:
+            if not isinstance(value, Tensor) or not value.dim() or value is mask:
+                continue
+            for places, tokens in self.shared.again if self.shared is not None else ():
+                with contextlib.suppress(HasNoTokens):
+                    if not torch.equal(self._at(value, places), self._at(value, self.index[tokens])):
+                        return True
+        return False
+
     def _each_token(self, value: Tensor) -> Tensor:
         """The row, of a value that has a row and a column for each token, or a column alone."""
+        return self._at(value, self.index)
+
+    def _at(self, value: Tensor, index: Tensor) -> Tensor:
         rows, length = self.shape
         for dim in range(value.dim() - 1):  # rotary tables of images' positions are [3, B, T, D]
             if value.shape[dim : dim + 2] == (rows, length):
                 # A copy of whole rows, too: of a view, Dynamo guards on strides of what it is a view of.
-                return value.flatten(dim, dim + 1).index_select(dim, self.index).unsqueeze(dim)
+                return value.flatten(dim, dim + 1).index_select(dim, index).unsqueeze(dim)
         if rows == 1 and value.dim() == 2 and value.shape[0] == length:  # a tower's tables have no row for its one row
-            return value.index_select(0, self.index)
-        column = self.index % length
+            return value.index_select(0, index)
+        column = index % length
         if value.dim() > 1 and value.shape[:2] == (1, length):
             return value.index_select(1, column)
         if value.shape == (length,) and not value.is_floating_point():
@@ -364,7 +407,8 @@ def with_document_mask(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     hidden = _first_tensor(*args, *kwargs.values())
     longest = kwargs[LONGEST].shape[0]
     window = int(kwargs[WINDOW])
-    mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], max(window, 0), window != BOTH_WAYS)
+    tree = kwargs.get(TREE), kwargs.get(PLACES)
+    mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], max(window, 0), window != BOTH_WAYS, *tree)
     if kwargs[ADDED]:
         dtype = getattr(torch, kwargs[ADDED])
         mask = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
@@ -378,27 +422,3 @@ def _first_tensor(*values: Any) -> Tensor:
     while not isinstance(values[at], Tensor):
         at += 1
     return values[at]
-
-
-def multiple_on(device: torch.device) -> int:
-    """What numbers of tokens are rounded up to multiples of: every new size may cost a plan, or a recording."""
-    return 128 if device.type == "cuda" else 8
-
-
-def _launched_for(longest: int, total: int, multiple: int) -> int:
-    """The longest document of a row, as kernels are launched for. Of short rows each further one costs a recording, and
-    a power of two little: 240 batches of two rows of about 240 tokens have 15 sizes in place of 25.
-    """
-    if total > RECORDED:
-        return rounded_to(longest, multiple)
-    return min(_power_of_two(max(longest, multiple)), total)
-
-
-def _power_of_two(count: int) -> int:
-    """The next one."""
-    return 1 << (count - 1).bit_length()
-
-
-def rounded_to(count: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-count // multiple) * multiple

@@ -13,8 +13,9 @@ from tunecompile._torch.dynamo import mark_dynamic
 from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS
 from tunecompile.integrations.kernel_functions import Fork, forks_in, takes_bounds
 from tunecompile.ir.op import HALF
-from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, IMAGE_BOUNDS, LONGEST_IMAGE, ROUNDED, rounded_to
+from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, IMAGE_BOUNDS, LONGEST_IMAGE, ROUNDED
 from tunecompile.runtime.unpad.masks.given import hidden_in
+from tunecompile.runtime.unpad.sizes import rounded_to
 
 _OURS = (IMAGE_BOUNDS, IMAGE_OFFSETS, LONGEST_IMAGE, BOUNDS_BESIDE)
 

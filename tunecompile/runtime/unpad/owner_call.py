@@ -13,8 +13,10 @@ from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile.notes import Note
 from tunecompile.runtime.unpad.decision import UnpadDecision
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.masks.presume import Presumed
 from tunecompile.runtime.unpad.masks.recorder import MaskRecorder
-from tunecompile.runtime.unpad.presume import Presumed
+from tunecompile.runtime.unpad.prefixes.search import Keys
+from tunecompile.runtime.unpad.prefixes.shared import SharedPrefixes
 
 
 @dataclass
@@ -40,6 +42,8 @@ class OwnerCall:
     recorder: MaskRecorder | None = None  #: while its masks are made, and are large
     #: by id: those that layers wrote to, for others to read
     mappings: dict[int, Any] = field(default_factory=dict)
+    prefixes: Keys | None = None  #: what its tokens are known by, where common prefixes are looked for
+    shared: SharedPrefixes | None = None  #: what layers ran on, where rows share prefixes
     by_rows: FlatBatch | None = None  #: what a mask [B, T] of a layer that has no other said
     #: by id: masks, and what became of them
     masks_in_one_form: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -47,6 +51,7 @@ class OwnerCall:
     def let_go(self) -> None:
         """It is over: what was decided of its masks lives on."""
         self.given, self.beside, self.mappings, self.masks_in_one_form = {}, {}, {}, {}
+        self.prefixes = self.shared = None
 
     def is_repeated(self) -> bool:
         """Whether a checkpoint of the user's repeats the layer that runs, which would have to know. (A re-entrant one

@@ -25,14 +25,14 @@ from tunecompile._torch.autograd import in_backward
 from tunecompile._torch.modules import slot_of
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.documents import BOTH_WAYS
-from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch, multiple_on, rounded_to
+from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch
 from tunecompile.runtime.unpad.image_bounds import ImageBounds
 from tunecompile.runtime.unpad.masks.given import MASK, hidden_in, mask_in, place_of_mask
 from tunecompile.runtime.unpad.owner_call import OwnerCall
 from tunecompile.runtime.unpad.refusals import OwnerWatch
+from tunecompile.runtime.unpad.sizes import rounded_up
 from tunecompile.runtime.unpad.told import Told
 
-PARTS = 8  #: of the numbers between a power of two and the next: at most one part, or a multiple, is filled up
 #: batches without padding that ran by the graph of rows, from which one of their own pays: attention is faster
 OFTEN = 256
 LONG = 4096  #: tokens of a row, beyond which it pays at once
@@ -165,6 +165,12 @@ class Rounding:
     def _of_rows(self, call: OwnerCall, rows: int, length: int, device: torch.device) -> FlatBatch | None:
         """Rows without padding as documents; None where they come as they are."""
         size = rows, length
+        if call.prefixes is not None and self.first is not None and self._may(self._why_not_causal):
+            shared = call.prefixes.of_whole_rows()
+            if shared is not None:
+                flat = FlatBatch.of_shared(shared, size, 0)
+                flat.fills, flat.rounds = MASK, True
+                return flat
         rounds = self._is_other(size) and self._waits(rows * length, device) and self._may(self._why_not_causal)
         joins = not rounds and self._joins(size)
         if rounds or joins:
@@ -237,7 +243,7 @@ class Rounding:
     def ran_as(self, call: OwnerCall) -> None:
         """Learn from the owner's call in a training step, which is over."""
         self.joined += call.joins and call.whole
-        if call.rounded is not None:
+        if call.rounded is not None and call.rounded.shared is None:
             self.joined += call.rounded.joins
             self.count += not call.rounded.joins
 
@@ -285,7 +291,7 @@ class Rounding:
 
     def joins_by_mask(self, size: tuple[int, int]) -> bool:
         """Whether they do under a mask, which the model would leave out: attention is causal without it, too."""
-        return len(self.graphs) > 0 and self._may_join(size) and self._is_causal() and self.watch.reason() is None
+        return len(self.graphs) > 0 and self._may_join(size) and self.is_causal() and self.watch.reason() is None
 
     def _may_join(self, size: tuple[int, int]) -> bool:
         return not self.apart and self.first != size and self.joined < OFTEN and size[1] <= LONG
@@ -294,7 +300,7 @@ class Rounding:
         """Whether a batch is not of the size that has a graph of its own."""
         return self.first is not None and self.first != size
 
-    def _is_causal(self) -> bool:
+    def is_causal(self) -> bool:
         """Whether modules of transformers' in layers say so. (Those of other packages are a reason of the watch's.)"""
         ids = [id(layer) for layer in self.members()]
         if self.switches is None or self.switches[0] != ids:
@@ -378,12 +384,6 @@ def _is_alike(whole: Graph, flat: Graph, both_ways: bool) -> bool:
 def _why_not_filled_up(graph: Graph | None) -> Note | None:
     """Why a tower's row may not be filled up where a layer runs this graph."""
     return note("runs-eagerly") if graph is None or not graph.of_images else graph.mixes
-
-
-def rounded_up(count: int, device: torch.device) -> int:
-    """The size that a batch of so many tokens is filled up to."""
-    part = max(multiple_on(device), (1 << count.bit_length() - 1) // PARTS)
-    return rounded_to(count, part)
 
 
 _TOLD = (*sorted(BOUNDARIES), "is_causal")

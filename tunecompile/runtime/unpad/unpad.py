@@ -74,7 +74,7 @@ class Unpadding(Batches):
         as training: a different rounding would look like a change of the policy.
         """
         call = OwnerCall(self._by_name(args, kwargs), keeps_padding=self._why_scores_stay_padded())
-        if not (self.step.scores_tokens or self.flattened + self.packed + self.whole):
+        if not (self.step.scores_tokens or self.flattened + self.packed + self.whole + self.prefixes.batches):
             self.flat = False
             return call_original(self.owner, *args, **kwargs)
         return self._run(call, args, kwargs)
@@ -95,6 +95,8 @@ class Unpadding(Batches):
             self.gathered = refusals.gathers(self.owner)
         if self.gathered and call.keeps_padding is None:
             call.keeps_padding = note("weights-gathered")
+        if call.refused is None:
+            call.prefixes = self.prefixes.begin(call.given, lambda: self._why_prefixes_stay(call.given))
         before, self.running, self.flat = self.running, call, False
         self.readable = [each for each in self.readable if each.memory() is not None]
         self.masks = {mask: known for mask, known in self.masks.items() if not mask.expired()}
@@ -102,6 +104,9 @@ class Unpadding(Batches):
             with self._recording(call):
                 output = call_original(self.owner, *args, **kwargs)
         except RowsRefused as found:  # before anything of this layer ran
+            if call.shared is not None:
+                self.prefixes.refuse(found.reason)
+                return self._run(OwnerCall(call.given, keeps_padding=call.keeps_padding), args, kwargs)
             self.refuse(found.reason, PACKED if call.packs and not call.drops else PADDED)
             return self._run(OwnerCall(call.given), args, kwargs)
         finally:
@@ -127,6 +132,8 @@ class Unpadding(Batches):
             self.flattened += call.drops
             self.packed += call.packs and not call.drops
             self.whole += call.whole
+            if call.shared is not None:
+                self.prefixes.ran(call.shared)
             self.rounding.ran_as(call)
         if not call.decided:
             self._tell_of_call(call)
@@ -137,7 +144,8 @@ class Unpadding(Batches):
         if call.refused is None and self._why_others_read_padding() is None and not compiled_parts(self.owner):
             attention = getattr(getattr(self.owner, "config", None), "_attn_implementation", None)
             mask = call.given.get("attention_mask")
-            call.joins = isinstance(mask, Tensor) and mask.dim() == 2 and self.rounding.joins_by_mask(tuple(mask.shape))
+            if isinstance(mask, Tensor) and mask.dim() == 2:
+                call.joins = self.rounding.joins_by_mask(tuple(mask.shape)) or self._shares_by_mask(call)
             call.recorder = recorder_for(call.given.values(), attention == "eager", mask if call.joins else None)
         if call.recorder is None:
             yield
@@ -147,6 +155,14 @@ class Unpadding(Batches):
             yield
         finally:
             call.recorder.end()
+
+    def _shares_by_mask(self, call: OwnerCall) -> bool:
+        """Whether whole rows share prefixes, under a mask that the model would leave out. (It makes one, so that layers
+        are told of branches from the first batch on.)
+        """
+        if call.prefixes is None or not self.rounding.is_causal() or self.watch.reason() is not None:
+            return False
+        return call.prefixes.of_whole_rows() is not None
 
     def _by_name(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         return {**{parameter.name: value for parameter, value in zip(self.parameters, args)}, **kwargs}
@@ -221,4 +237,5 @@ class Unpadding(Batches):
         """For the report: how many batches came without padding, and why others did not."""
         told = [note("padding-removed", count=self.flattened)] if self.flattened else []
         told += [note("packed-without-mask", count=self.packed)] if self.packed else []
-        return told + [note("attention-outside")] * self.shared + self.rounding.report() + list(self.notes)
+        told += [*self.prefixes.report(), *[note("attention-outside")] * self.shared]
+        return told + self.rounding.report() + list(self.notes)

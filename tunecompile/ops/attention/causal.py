@@ -18,7 +18,7 @@ from tunecompile._torch.card import AMPERE, older_than
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
 from tunecompile.notes import Note, note
-from tunecompile.ops.attention import refuse_attention
+from tunecompile.ops.attention.documents import refuse_attention
 
 __all__ = ["causal_attention", "causal_attention_backward", "one_query_attention"]
 

@@ -13,14 +13,31 @@ from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
 
-__all__ = ["document_mask", "refuse_attention", "varlen_attention", "varlen_attention_backward"]
+__all__ = [
+    "document_mask",
+    "join_sinks",
+    "refuse_attention",
+    "refuse_template",
+    "sinks_gradient",
+    "varlen_attention",
+    "varlen_attention_backward",
+]
 
 
 @op(cost=Cost.POINTWISE)
-def document_mask(offsets: Tensor, longest: int, total: int, window: int, causal: bool = True) -> Tensor:
+def document_mask(
+    offsets: Tensor,
+    longest: int,
+    total: int,
+    window: int,
+    causal: bool = True,
+    tree: Optional[Tensor] = None,
+    places: Optional[Tensor] = None,
+) -> Tensor:
     """The mask of attention within documents: a token sees itself and the earlier tokens of its document, or all of it.
 
-    Attention under it is `varlen_attention`, which reads offsets and makes no mask.
+    Attention under it is `varlen_attention`, or `branch_attention` where there is a tree: these read offsets and make
+    no mask.
 
     Args:
         offsets: int32 [S + 1], rising from 0 to N: where each document begins.
@@ -28,6 +45,7 @@ def document_mask(offsets: Tensor, longest: int, total: int, window: int, causal
         total: N.
         window: how many tokens a token sees, itself included; 0 for all.
         causal: whether a token sees no later token. If False, there is no window.
+        tree, places: of documents that go on where others end, as for `branch_attention`; causal.
 
     Returns:
         bool [1, 1, N, N], True where the query of the third dimension sees the key of the fourth."""
@@ -37,6 +55,9 @@ def document_mask(offsets: Tensor, longest: int, total: int, window: int, causal
     if not causal:
         return seen[None, None]
     back = place[:, None] - place
+    if tree is not None and places is not None:
+        seen = place[:, None] < tree[1][document]
+        back = torch.where(back < 0, back, places[:, None] - places)
     seen = seen & (back >= 0)
     return (seen & (back < window) if window else seen)[None, None]
 
@@ -67,7 +88,7 @@ def _backward(grad, q, k, v, offsets, longest, scale, window, sinks, causal, sof
         places.tokens(dq).to(q.dtype),
         places.tokens(dk, k.shape[1]).to(k.dtype),
         places.tokens(dv, v.shape[1]).to(v.dtype),
-        _sinks_gradient(grad, out0, out1, sinks),
+        sinks_gradient(grad, out0, out1, sinks),
     ]
 
 
@@ -209,7 +230,7 @@ def varlen_attention_backward(
     return compute(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1)
 
 
-def _sinks_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> Tensor:
+def sinks_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> Tensor:
     """- sum of exp(sink - logsumexp) <grad, out> over tokens: a sink has a share of the softmax but no value."""
     if sinks is None:
         return grad.new_zeros(0)
@@ -281,7 +302,8 @@ def _refuse_flash(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Note | Non
     return None
 
 
-def _refuse_template(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Note | None:
+def refuse_template(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Note | None:
+    """Return why the template cannot take these; None where it can."""
     if reason := refuse_attention(q, k, v, triton=True) or refuse_spills(q):
         return reason
     if not causal:
@@ -291,7 +313,7 @@ def _refuse_template(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Note | No
     return None
 
 
-def _joined(out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def join_sinks(out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of a softmax, once sinks have a share of it."""
     if sinks is None:
         return out, logsumexp
@@ -319,7 +341,7 @@ def _(q, k, v, offsets, longest, scale, window, sinks, causal, softcap):
         scale=scale,
         **_window(window),
     )
-    return _joined(made[0], made[1], sinks)
+    return join_sinks(made[0], made[1], sinks)
 
 
 @varlen_attention_backward.provider("flash", because=_FLASH, refuses=_refuse_flash)
@@ -344,21 +366,21 @@ def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, ou
             scale=scale,
             **_window(window),
         ),
-        _sinks_gradient(grad, out0, out1, sinks),
+        sinks_gradient(grad, out0, out1, sinks),
     ]
 
 
-@varlen_attention.provider("triton", because=_TEMPLATE, refuses=_refuse_template)
+@varlen_attention.provider("triton", because=_TEMPLATE, refuses=refuse_template)
 def _(q, k, v, offsets, longest, scale, window, sinks, causal, softcap):
     from tunecompile.templates import attention as template
 
-    return _joined(*template.forward(q, k, v, offsets, longest, scale, window, softcap), sinks)
+    return join_sinks(*template.forward(q, k, v, offsets, longest, scale, window, softcap), sinks)
 
 
-@varlen_attention_backward.provider("triton", because=_TEMPLATE, refuses=_refuse_template)
+@varlen_attention_backward.provider("triton", because=_TEMPLATE, refuses=refuse_template)
 def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1):
     from tunecompile.templates import attention as template
 
     delta = (grad.float() * out0.float()).sum(-1).t().contiguous()
     made = template.backward(grad, q, k, v, out1, delta, offsets, longest, scale, window, softcap)
-    return [*made, _sinks_gradient(grad, out0, out1, sinks)]
+    return [*made, sinks_gradient(grad, out0, out1, sinks)]

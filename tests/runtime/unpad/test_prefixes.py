@@ -1,0 +1,271 @@
+"""Rows that begin alike are computed as branches of one prefix: gradients are eager's, and what may differ is not shared."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+from tests.support import zoo
+from tests.support.batches import lengths_mask
+from tests.support.compare import assert_close, assert_equal
+from tests.support.models.pairs import pair, small
+from tests.support.notes import fell_back, find, has
+from tests.support.trainers import arguments
+from tunecompile.runtime.model_state import state_of
+from tunecompile.runtime.unpad.prefixes import search
+from tunecompile.runtime.unpad.prefixes.forest import forest_of
+from tunecompile.runtime.unpad.prefixes.shared import SharedPrefixes
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+EXACT = dict(loss=1e-6, limit=1e-6)
+
+
+def branches(prefix=40, length=56, rows=3, seed=0, side="", more=()) -> dict:
+    """Rows with a common prefix. side: of padding; "none" for a mask of ones, "" for no mask. more: (rows, tokens) that have a longer one in common."""
+    batch = zoo.batch(seed=seed, rows=rows, length=length)
+    ids = batch["input_ids"]
+    ids[:, :prefix] = ids[0, :prefix]
+    for last, tokens in more:
+        ids[:last, :tokens] = ids[0, :tokens]
+    batch["labels"] = ids.clone()
+    if not side:
+        return batch
+    if side == "none":
+        return {**batch, "attention_mask": torch.ones_like(ids)}
+    mask = lengths_mask(*range(length, length - rows, -1), length=length)
+    if side == "left":  # of the prompt, which is padded alike in all rows
+        mask = torch.ones_like(mask)
+        mask[:, :4] = 0
+    batch["labels"][mask == 0] = -100
+    batch["labels"][:, 4] = -100
+    return {**batch, "attention_mask": mask}
+
+
+def shared(model) -> tuple[int, int, int]:
+    """(batches, tokens that were computed, tokens of rows)."""
+    told = find(model, "prefixes-shared")
+    return tuple(told[0].fields[name] for name in ("count", "tokens", "rows")) if told else (0, 0, 0)
+
+
+@pytest.mark.parametrize("side", ["", "none", "right", "left"])
+def test_gradients_are_those_of_rows(side):
+    """With prefixes, branches and rows of any number and length, by one graph."""
+    ours, plain = pair(lambda: zoo.make("llama").double())
+    batches = [(40, 56, 3), (40, 57, 3), (64, 70, 2), (37, 45, 5), (50, 51, 4), (36, 100, 3)]
+    for seed, (prefix, length, rows) in enumerate(batches):
+        batch = branches(prefix, length, rows, seed, side)
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **EXACT)
+    count, tokens, of_rows = shared(ours)
+    region = tunecompile.report(ours).regions[0]
+    assert not fell_back(ours) and 0 < tokens < of_rows and count == len(batches) - (not side)
+    assert region.compiles == 1 + (not side) and region.providers["branch_attention: reference"] == 1, region
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3", "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(zoo.NAMES))]
+)
+def test_families(family):
+    """Windows that are shorter than a prefix, sinks, soft-caps, experts; what cannot share says why."""
+    torch.manual_seed(0)
+    ours, plain = pair(lambda: zoo.make(family))
+    for side in ("right", "", ""):
+        batch = branches(side=side)
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), limit=2e-3)
+    kept = any(has(ours, code) for code in ("prefixes-kept", "padding-kept", "sizes-kept"))
+    assert shared(ours)[0] or kept, tunecompile.report(ours)
+
+
+def test_trees_of_turns():
+    ours, plain = pair(lambda: zoo.make("llama").double())
+    for seed in range(2):
+        batch = branches(40, 150, 6, seed, "right", more=[(4, 80), (2, 120)])
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **EXACT)
+    _, tokens, rows = shared(ours)
+    assert tokens == 2 * (rows // 2 - 5 * 40 - 3 * 40 - 40)
+
+
+def test_packed_rows_share_across_documents():
+    """Several documents a row, by their positions: also two of one row."""
+    ours, plain = pair(lambda: zoo.make("llama").double())
+    batch = branches(40, 50, 4)
+    packed = {name: value.reshape(2, 100) for name, value in batch.items()}
+    packed["position_ids"] = torch.arange(50).repeat(2)[None].expand(2, -1)
+    packed["labels"], packed["use_cache"] = packed["labels"].masked_fill(packed["position_ids"] == 0, -100), False
+    for _ in range(2):
+        assert_close(zoo.step(ours, packed), zoo.step(plain, packed), **EXACT)
+    assert shared(ours) == (2, 160, 400)
+
+
+def test_scores_are_those_of_training():
+    """Bit for bit: the old policy of GRPO, say."""
+    ours = tunecompile.optimize(small(), executor="eager")
+    batch = branches()
+    for _ in range(2):
+        zoo.step(ours, batch)
+    given = {"input_ids": batch["input_ids"], "use_cache": False}
+    trained = ours(**given).logits
+    with torch.no_grad():
+        assert torch.equal(ours(**given).logits, trained)
+    assert shared(ours)[0] == 2
+
+
+def test_two_runs_are_equal():
+    ours = tunecompile.optimize(zoo.make("llama"), executor="eager")
+    batch = branches(side="right")
+    zoo.step(ours, batch)
+    assert_equal(zoo.step(ours, batch), zoo.step(ours, batch))
+
+
+def test_gradients_of_copies_are_summed_in_fp32():
+    """Of 300 rows in bf16: a running sum in bf16 would stand still at 256."""
+    rows = torch.tensor([7] * 4).repeat(300)
+    forest = forest_of(rows[None], [4] * 300, 1)
+    made = SharedPrefixes.of(forest, torch.ones(300, 4, dtype=torch.bool), torch.device("cpu"))
+    values = torch.ones(len(made.index), 2, dtype=torch.bfloat16, requires_grad=True)
+    made.batch_of(values).sum().backward()
+    assert torch.equal(values.grad, torch.tensor([[300.0]] * 4 + [[0.0]] * 4).expand(-1, 2).bfloat16())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_with_adapters_and_checkpoints(checkpointing):
+    def make():
+        model = zoo.adapt(zoo.make("llama").double())
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        return model
+
+    ours, plain = pair(make)
+    for seed in range(2):
+        batch = branches(seed=seed, side="right")
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **EXACT)
+    assert shared(ours)[0] == 2, tunecompile.report(ours)
+
+
+# -- where copies differ -------------------------------------------------------------------------------------------------
+
+
+def not_shared(ours, plain, batches, code, **limits):
+    for batch in batches:
+        torch.manual_seed(1)
+        found = zoo.step(ours, batch)
+        torch.manual_seed(1)
+        assert_close(found, zoo.step(plain, batch), **limits)
+    assert not shared(ours)[0] and has(ours, "prefixes-kept", reason=code), tunecompile.report(ours)
+
+
+def test_dropout_in_layers():
+    """Padding is left out, too: dropout draws for other tokens then, so that the mean alone is the same."""
+    ours = tunecompile.optimize(zoo.adapt(small(), lora_dropout=0.5), executor="eager")
+    for seed in range(2):
+        zoo.step(ours, branches(seed=seed, side="right"))
+    assert not shared(ours)[0] and has(ours, "prefixes-kept", reason="draws-random") and not fell_back(ours)
+
+
+def test_dropout_behind_embeddings():
+    """Outside of layers' graphs: the same tokens come to the layers as others."""
+
+    def make():
+        model = small().double()
+        model.model.embed_tokens = nn.Sequential(model.model.embed_tokens, nn.Dropout(0.3))
+        return model
+
+    ours, plain = pair(make)
+    zoo.step(ours, branches(side="right"))  # whose layers ran twice, so that the second masks counted
+    not_shared(ours, plain, [branches(side="right", seed=seed) for seed in range(2)], "copies-differ", **EXACT)
+
+
+def test_router_losses_count_tokens():
+    ours, plain = pair(lambda: zoo.make("olmoe", output_router_logits=True))
+    not_shared(ours, plain, [branches(side="right")], "output-required")
+
+
+def test_recurrences():
+    ours, plain = pair(lambda: zoo.make("qwen3_5"))
+    not_shared(ours, plain, [branches(side="right")], "states-of-branches", floor=1e-3)
+
+
+def test_positions_of_its_own():
+    """Equal tokens at other positions are other tokens; padding in front shifts columns, and so positions."""
+    ours, plain = pair(lambda: small().double())
+    batch = branches()
+    batch["position_ids"] = torch.arange(56).expand(3, -1) + torch.arange(3)[:, None]
+    shifted = branches(side="right")
+    shifted["input_ids"][1, 1:41] = shifted["input_ids"][0, :40]
+    shifted["attention_mask"] = torch.ones(3, 56, dtype=torch.long)
+    shifted["attention_mask"][1, :1] = 0
+    shifted["labels"][1, :2] = -100
+    for each in (batch, batch, shifted):
+        assert_close(zoo.step(ours, each), zoo.step(plain, each), **EXACT)
+    assert shared(ours)[0] <= 1
+
+
+def test_hooks_see_rows():
+    """A hook on a layer sees what rows have, and nothing is shared."""
+    ours, plain = pair(lambda: small().double())
+    for model in (ours, plain):
+        model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
+    for seed in range(2):
+        batch = branches(seed=seed)
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **EXACT)
+    assert not shared(ours)[0]
+
+
+# -- where it is looked for ----------------------------------------------------------------------------------------------
+
+
+def test_few_batches_are_looked_at_where_none_shares(monkeypatch):
+    looks = []
+    monkeypatch.setattr(search, "forest_of", lambda *given: looks.append(1))
+    ours = tunecompile.optimize(small(), executor="eager")
+    for seed in range(search.LOOKS + 2 * search.FEW):
+        zoo.step(ours, zoo.batch(seed=seed, rows=2, length=40))
+    searching = state_of(ours).paddings[0].prefixes
+    assert len(looks) <= search.LOOKS + 2 and searching.alone >= search.LOOKS
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_trainers_of_trl(kind, tmp_path):
+    """Losses and gradients' norms of four steps are those of the trainer alone."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from tests.support.matrix.runs import SETTINGS
+    from tests.support.matrix.trl import reward, words
+
+    def text(length, seed):
+        draw = random.Random(seed)
+        return " ".join(f"w{draw.randint(3, 250)}" for _ in range(length))
+
+    rows = [{"prompt": text(48 + i, i)} for i in range(8)]
+    options, own = {}, {}
+    if kind == "DPO":
+        rows = [
+            {**row, "chosen": " " + text(6, 100 + i), "rejected": " " + text(9, 200 + i)} for i, row in enumerate(rows)
+        ]
+    else:
+        own = {"reward_funcs": reward}
+        options = dict(max_completion_length=12, num_generations=4, per_device_train_batch_size=8, beta=0.04)
+        options["gradient_accumulation_steps"] = 1
+
+    def curve(optimize):
+        settings = {**SETTINGS, "optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 3, **options}
+        config = arguments(getattr(trl, f"{kind}Config"), tmp_path, gradient_checkpointing=False, **settings)
+        model = zoo.adapt(small(max_position_embeddings=256))
+        if optimize:
+            tunecompile.optimize(model, executor="eager")
+        made = getattr(trl, f"{kind}Trainer")(
+            model, args=config, processing_class=words(), train_dataset=datasets.Dataset.from_list(rows), **own
+        )
+        draw = random.Random(3)
+        made._generate_single_turn = lambda prompts, *_, **__: (
+            [[draw.randint(3, 250) for _ in range(draw.randint(3, 12))] for _ in prompts],
+            None,
+        )
+        made.train()
+        return [(each["loss"], each["grad_norm"]) for each in made.state.log_history[:3]], model
+
+    (plain, _), (ours, model) = curve(False), curve(True)
+    assert sum(ours, ()) == pytest.approx(sum(plain, ()), rel=2e-4, abs=2e-6) and plain != [(0.0, 0.0)] * 3
+    count, tokens, of_rows = shared(model)
+    assert count >= 3 and of_rows > 1.5 * tokens, tunecompile.report(model)

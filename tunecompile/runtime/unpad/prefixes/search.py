@@ -1,0 +1,148 @@
+"""Looks for prefixes that rows of a batch share: by the ids of tokens, and all else that an owner of layers is given.
+
+The device copies ids to the host while what stands before the layers runs. Batches that share nothing are looked at
+less and less: each look waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunecompile._torch.cuda import start_copy_to_host
+from tunecompile.notes import Note, note
+from tunecompile.runtime.unpad.prefixes.forest import forest_of
+from tunecompile.runtime.unpad.prefixes.shared import SharedPrefixes
+
+LOOKS = 3  #: batches that share nothing, one after another, from which on few are looked at
+FEW = 16  #: of so many one
+CHECKS = 2  #: batches in which what layers are given is compared
+IDS, POSITIONS = "input_ids", "position_ids"
+MASK = "attention_mask"  #: of pairs it is read for documents: in each of them tokens see all before them
+
+
+@dataclass
+class Keys:
+    """What the tokens of one batch [B, T] are known by, on its way to the host."""
+
+    search: PrefixSearch
+    known_by: Tensor  #: int64 [K, B, T]
+    arrived: torch.cuda.Event | None  #: None where it is on the host
+    device: torch.device
+    columns: bool  #: whether tokens are known by their column, too
+    mask: bool  #: whether the last of them is what a mask [B, T] says
+    why_not: Callable[[], Note | None]  #: why copies have to stay, where there are any
+    #: of earlier masks of the call: real tokens, where documents begin, and what these share
+    found: list[tuple[Tensor, Tensor, SharedPrefixes | None]] = field(default_factory=list)
+
+    def of_whole_rows(self) -> SharedPrefixes | None:
+        """What rows without padding share; None for rows with padding. It waits for the device."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        if self.mask and not self.known_by[-1].all():
+            return None
+        real = torch.ones(self.known_by.shape[1:], dtype=torch.bool, device="cpu")
+        starts = torch.zeros_like(real)
+        starts[:, 0] = True
+        return self.shared(real, starts)
+
+    def shared(self, real: Tensor, starts: Tensor) -> SharedPrefixes | None:
+        """What documents share; None where it does not pay, or may not be.
+
+        Args:
+            real: bool [B, T], which are tokens; all others are padding.
+            starts: bool [B, T], where documents begin.
+        """
+        real, starts = real.cpu(), starts.cpu()
+        for there, begun, shared in self.found:
+            if torch.equal(there, real) and torch.equal(begun, starts):
+                return shared
+        made = self._look(real, starts)
+        self.found.append((real, starts, made))
+        return made
+
+    def _look(self, real: Tensor, starts: Tensor) -> SharedPrefixes | None:
+        if real.shape != self.known_by.shape[1:]:
+            return None
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        keys = self.known_by.flatten(1)
+        if self.columns:
+            column = torch.arange(real.shape[1], device="cpu").expand(real.shape).reshape(1, -1)
+            keys = torch.cat([keys, column])
+        tokens = real.flatten().nonzero()[:, 0]
+        begins = starts.flatten()[tokens].nonzero()[:, 0]
+        lengths = torch.cat([begins, torch.tensor([len(tokens)], device="cpu")]).diff().tolist()
+        forest = forest_of(keys.index_select(1, tokens), lengths)
+        self.search.looked(forest is not None)
+        if forest is None:
+            return None
+        if (why := self.why_not()) is not None:
+            self.search.refuse(why)
+            return None
+        return SharedPrefixes.of(forest, real, self.device)
+
+
+class PrefixSearch:
+    """Decides for the batches of one owner of layers whether prefixes are looked for."""
+
+    def __init__(self) -> None:
+        self.refused: Note | None = None  #: why none are from now on
+        self.alone = 0  #: batches that shared nothing, one after another
+        self.calls = 0
+        self.checks = CHECKS
+        self.batches = self.tokens = self.rows = 0  #: that ran: batches, their forests' tokens, and those of rows
+
+    def begin(self, given: dict[str, Any], why_not: Callable[[], Note | None]) -> Keys | None:
+        """Copy what tokens of a call are known by to the host; None where nothing is looked for.
+
+        Args:
+            given: the owner's arguments, by name.
+            why_not: asked where prefixes were found: why they stay.
+        """
+        self.calls += 1
+        if self.refused is not None or (self.alone >= LOOKS and self.calls % FEW):
+            return None
+        ids = given.get(IDS)
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or len(ids) * ids.shape[1] < 2:
+            return None
+        parts = [ids[None]]
+        mask = given.get(MASK)
+        says = isinstance(mask, Tensor) and mask.shape == ids.shape and mask.device == ids.device
+        for name, value in given.items():
+            if name in (IDS, MASK) or not isinstance(value, Tensor) or not value.dim():
+                continue
+            if value.is_floating_point() or value.device != ids.device:
+                return None
+            if value.shape[-2:] != ids.shape and value.shape != (1, ids.shape[1]):
+                return None
+            parts.append(value.expand(*value.shape[:-2], *ids.shape).reshape(-1, *ids.shape))
+        parts += [(mask != 0)[None]] if says else []
+        known_by = torch.cat([part.to(torch.int64) for part in parts])
+        copied, arrived = start_copy_to_host(known_by) if known_by.is_cuda else (known_by, None)
+        return Keys(self, copied, arrived, ids.device, given.get(POSITIONS) is None, says, why_not)
+
+    def looked(self, shares: bool) -> None:
+        """A batch was looked at."""
+        self.alone = 0 if shares else self.alone + 1
+
+    def refuse(self, reason: Note) -> None:
+        """From now on rows keep their copies."""
+        self.refused = reason
+
+    def ran(self, shared: SharedPrefixes) -> None:
+        """A batch ran without copies."""
+        self.batches += 1
+        self.tokens += shared.forest.count
+        self.rows += len(shared.forest.tokens)
+
+    def report(self) -> list[Note]:
+        """For the report."""
+        told = []
+        if self.batches:
+            told.append(note("prefixes-shared", count=self.batches, tokens=self.tokens, rows=self.rows))
+        return told + ([note("prefixes-kept", detail=self.refused)] if self.refused is not None else [])
