@@ -10,6 +10,7 @@ from torch.fx import Graph
 from tests.support.passes.functions import repeated
 from tests.support.passes.run import check, family, random
 from tests.support.passes.traced import traced
+from tests.support.trees import tree_of
 from tunecompile.compiler.attention_calls import unrepeated
 from tunecompile.ir.canonicalize import value
 from tunecompile.ops import document_mask, varlen_attention
@@ -64,8 +65,19 @@ def images(q, k, v, offsets):
     return F.scaled_dot_product_attention(heads(q), heads(k), heads(v), mask, is_causal=False)
 
 
+def of_branches(q, k, v, offsets, tree, places):
+    mask = document_mask(offsets, LONGEST, TOTAL, 3, True, tree, places)
+    return F.scaled_dot_product_attention(heads(q), heads(k), heads(v), mask)
+
+
 def inputs(dtype=torch.float32):
     return [random(1, TOTAL, HEADS * WIDTH, dtype=dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_branches(dtype):
+    offsets, tree, places = tree_of(((-1, 4), (0, 3), (0, 1), (-1, 3)))
+    check(of_branches, *inputs(dtype), offsets, tree, places, passes=PASSES, expect={"branch_attention": 1})
 
 
 @pytest.mark.parametrize("spelling", [whole, shared_keys, sliced_mask, grouped, narrow_values, wide_values, images])

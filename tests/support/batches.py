@@ -58,3 +58,24 @@ def documents(*lengths: int) -> tuple[dict, dict]:
         "attention_mask": lengths_mask(*lengths, length=longest),
     }
     return {**row, **bounds, "use_cache": False}, rows
+
+
+def branches(prefix=40, length=56, rows=3, seed=0, side="", more=()) -> dict:
+    """Rows with a common prefix. side: of padding; "none" for a mask of ones, "" for no mask. more: (rows, tokens) that have a longer one in common."""
+    batch = zoo.batch(seed=seed, rows=rows, length=length)
+    ids = batch["input_ids"]
+    ids[:, :prefix] = ids[0, :prefix]
+    for last, tokens in more:
+        ids[:last, :tokens] = ids[0, :tokens]
+    batch["labels"] = ids.clone()
+    if not side:
+        return batch
+    if side == "none":
+        return {**batch, "attention_mask": torch.ones_like(ids)}
+    mask = lengths_mask(*range(length, length - rows, -1), length=length)
+    if side == "left":  # of the prompt, which is padded alike in all rows
+        mask = torch.ones_like(mask)
+        mask[:, :4] = 0
+    batch["labels"][mask == 0] = -100
+    batch["labels"][:, 4] = -100
+    return {**batch, "attention_mask": mask}

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import tunecompile
 import tunecompile.passes
 from tests.support import zoo
-from tests.support.batches import padded
+from tests.support.batches import branches, padded
 from tests.support.passes.run import assert_same, check, family, random, results
 from tests.support.planted_experts import EXPERT_CASES
 from tests.support.planted_functions import (
@@ -37,6 +37,7 @@ from tests.support.planted_functions import (
     rotated_in_pairs,
 )
 from tests.support.planted_recurrent import RECURRENT_CASES
+from tests.support.trees import dense, tree_of
 from tunecompile.ir.op import OPS, Op
 
 op_module = importlib.import_module("tunecompile.ir.op")  # the package shows the function of that name
@@ -306,7 +307,7 @@ def a_clamped_gate() -> Subject:
 def an_attention(window, model, causal=True, softcap=0.0) -> Subject:
     ends = torch.tensor([0, 3, 8], dtype=torch.int32)
     return Subject(
-        "attention",
+        "attention/documents",
         "varlen_attention",
         lambda q, k, v: attention(q, k, v, window, causal=causal, softcap=softcap),
         lambda op, q, k, v: op(q, k, v, ends, 5, 0.7, window, None, causal, softcap)[0],
@@ -314,6 +315,14 @@ def an_attention(window, model, causal=True, softcap=0.0) -> Subject:
         ((f"{RECOGNIZE}.document_attention", "varlen_attention"),),
         model=model,
     )
+
+
+BRANCHES = ((-1, 3), (0, 2), (0, 2), (-1, 1))  #: parents and lengths
+
+
+def _tree() -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]:
+    offsets, tree, places = tree_of(BRANCHES)
+    return offsets, 3, tree, places
 
 
 SUBJECTS = {
@@ -366,7 +375,7 @@ SUBJECTS = {
     **{name: Subject(f"recurrent/{file}", *case, ()) for name, (file, *case) in RECURRENT_CASES.items()},
     "attention": an_attention(0, lambda: (model()[0], padded())),
     "attention with sinks": Subject(
-        "attention",
+        "attention/documents",
         "varlen_attention",
         lambda q, k, v, sinks: attention(q, k, v, 0, sinks),
         lambda op, q, k, v, sinks: op(q, k, v, torch.tensor([0, 3, 8], dtype=torch.int32), 5, 0.7, 0, sinks, True, 0.0)[
@@ -386,12 +395,24 @@ SUBJECTS = {
         softcap=1.0,
     ),
     "attention of whole rows": Subject(
-        "causal_attention",
+        "attention/causal",
         "causal_attention",
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.7, enable_gqa=True),
         lambda op, q, k, v: op(q, k, v, 0.7)[0],
         lambda dtype: [random(2, heads, 5, 3, dtype=dtype) for heads in (4, 2, 2)],
         ((f"{RECOGNIZE}.causal_attention", "causal_attention"),),
+    ),
+    "attention of branches": Subject(
+        "attention/branches",
+        "branch_attention",
+        lambda q, k, v: dense(q, k, v, BRANCHES, 0.7, 3, 1.0)[0],
+        lambda op, q, k, v: op(q, k, v, *_tree(), 0.7, 3, None, 1.0)[0],
+        lambda dtype: [random(8, heads, 3, dtype=dtype) for heads in (4, 2, 2)],
+        ((f"{RECOGNIZE}.document_attention", "branch_attention"),),
+        model=lambda: (
+            model("gemma2", attn_logit_softcapping=0.02, attn_implementation="eager", sliding_window=30)[0],
+            branches(side="right"),
+        ),
     ),
     "attention in a window": an_attention(2, lambda: (model("mistral", sliding_window=4)[0], padded())),
 }

@@ -24,6 +24,12 @@ def as_documents(model: nn.Module) -> int:
     return sum(each.whole for each in model._tunecompile.paddings)
 
 
+def shared(model: nn.Module) -> tuple[int, int, int]:
+    """(batches, tokens that were computed, tokens of rows)."""
+    told = find(model, "prefixes-shared")
+    return tuple(told[0].fields[name] for name in ("count", "tokens", "rows")) if told else (0, 0, 0)
+
+
 def _batches(model: nn.Module, code: str) -> int:
     assert not fell_back(model), tunecompile.report(model)
     return next((note.fields["count"] for note in find(model, code)), 0)

@@ -278,6 +278,17 @@ FAULTS = [
     Fault("attention of whole rows", "scale twice", "_of_each(k, q).mT * scale", "_of_each(k, q).mT * scale * scale"),
     Fault("attention of whole rows", "one of the heads that share a key", ".sum(2)", "[:, :, 0]"),
     Fault("attention of whole rows", "lost slope of the sums", "(grad * _wide(out0)).sum(-1, keepdim=True)", "0.0"),
+    Fault("attention of branches", "one of the heads that share a key", ".sum(1)", "[:, 0]"),
+    Fault("attention of branches", "scale twice", "_of_heads(k, q).mT * scale", "_of_heads(k, q).mT * scale * scale"),
+    Fault("attention of branches", "no prefix", "True, tree, places", "True, None, None"),
+    Fault(
+        "attention of branches",
+        "places of the row of branches",
+        "tree, places)[0]",
+        "tree, offsets.new_tensor(range(q.shape[0])))[0]",
+    ),
+    Fault("attention of branches", "lost slope of the cap", "(dweights - delta) * slope", "(dweights - delta)"),
+    Fault("attention of branches", "lost slope of the sums", "(dweights - delta)", "dweights"),
     Fault("attention in a window", "a token too many", "(self.distance < window)", "(self.distance <= window)"),
 ]
 

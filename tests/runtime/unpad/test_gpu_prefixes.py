@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import tunecompile
-from tests.runtime.unpad.test_prefixes import branches, shared
 from tests.support import zoo
+from tests.support.batches import branches
 from tests.support.compare import equal_bits
 from tests.support.models.gpu import assert_no_further, build
+from tests.support.reports import shared
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 SHAPES = [(200, 256, 4), (300, 333, 5), (164, 400, 3), (129, 130, 8), (600, 900, 2)]

@@ -8,10 +8,11 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
-from tests.support.batches import lengths_mask
+from tests.support.batches import branches
 from tests.support.compare import assert_close, assert_equal
 from tests.support.models.pairs import pair, small
-from tests.support.notes import fell_back, find, has
+from tests.support.notes import fell_back, has
+from tests.support.reports import shared
 from tests.support.trainers import arguments
 from tunecompile.runtime.model_state import state_of
 from tunecompile.runtime.unpad.prefixes import search
@@ -21,33 +22,6 @@ from tunecompile.runtime.unpad.prefixes.shared import SharedPrefixes
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXACT = dict(loss=1e-6, limit=1e-6)
-
-
-def branches(prefix=40, length=56, rows=3, seed=0, side="", more=()) -> dict:
-    """Rows with a common prefix. side: of padding; "none" for a mask of ones, "" for no mask. more: (rows, tokens) that have a longer one in common."""
-    batch = zoo.batch(seed=seed, rows=rows, length=length)
-    ids = batch["input_ids"]
-    ids[:, :prefix] = ids[0, :prefix]
-    for last, tokens in more:
-        ids[:last, :tokens] = ids[0, :tokens]
-    batch["labels"] = ids.clone()
-    if not side:
-        return batch
-    if side == "none":
-        return {**batch, "attention_mask": torch.ones_like(ids)}
-    mask = lengths_mask(*range(length, length - rows, -1), length=length)
-    if side == "left":  # of the prompt, which is padded alike in all rows
-        mask = torch.ones_like(mask)
-        mask[:, :4] = 0
-    batch["labels"][mask == 0] = -100
-    batch["labels"][:, 4] = -100
-    return {**batch, "attention_mask": mask}
-
-
-def shared(model) -> tuple[int, int, int]:
-    """(batches, tokens that were computed, tokens of rows)."""
-    told = find(model, "prefixes-shared")
-    return tuple(told[0].fields[name] for name in ("count", "tokens", "rows")) if told else (0, 0, 0)
 
 
 @pytest.mark.parametrize("side", ["", "none", "right", "left"])

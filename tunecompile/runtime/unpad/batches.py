@@ -199,7 +199,7 @@ class Batches:
         self.masks[place] = MaskDecision(call, version(mask), decision)
         if decision.flat is not None:
             call.drops |= decision.flat.drops
-            call.packs |= not decision.flat.drops and not decision.flat.whole
+            call.packs |= not (decision.flat.drops or decision.flat.whole or decision.flat.shared is not None)
             call.whole |= decision.flat.whole
             if not (decision.flat.whole or decision.flat.drops or call.given.get("cu_seq_lens_q") is not None):
                 self._tell_of_states("states-cross-documents")
