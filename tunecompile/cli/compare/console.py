@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tunecompile.cli.compare.against import APART, SAME
-from tunecompile.cli.compare.render import against_table, against_title, run_table
+from tunecompile.cli.compare.render import against_table, run_table
 from tunecompile.cli.compare.seeds import merge_seeds
 
 EVERY_S = 20  # seconds between printed lines where no bar can be drawn
@@ -43,34 +43,24 @@ class Bars:
         self.progress.stop()
 
     def bar(self, system: str, label: str = "", total: int | None = None) -> int:
-        """The bar of a system and shape."""
+        """The bar of a system and shape; that of the loading phase becomes the first one of training."""
         key = (system, label)
         if key not in self.bars:
-            waiting = self.bars.pop(
-                (system, ""), None
-            )  # the bar of the loading phase becomes the first one of training
-            if waiting is None:
-                waiting = self.progress.add_task(system, total=total, state="")
-            self.bars[key] = waiting
+            waiting = self.bars.pop((system, ""), None)
+            self.bars[key] = self.progress.add_task(system, total=total, state="") if waiting is None else waiting
         if total:
-            self.progress.update(
-                self.bars[key], total=total, description=system if label in ("", "train") else f"{system} {label}"
-            )
+            described = system if label in ("", "train") else f"{system} {label}"
+            self.progress.update(self.bars[key], total=total, description=described)
         return self.bars[key]
 
     def listen(self, system: str, event: str, fields: dict) -> None:
         """Show an event of a worker."""
         if event == "step":
+            step, steps = fields["step"], fields["steps"]
             loss = "" if fields["loss"] is None else f"loss {fields['loss']:.3f}  "
             state = f"{loss}{fields['seconds']:.2f} s a step"
-            self.progress.update(
-                self.bar(system, fields["label"], fields["steps"]), completed=fields["step"], state=state
-            )
-            self.line(
-                system,
-                f"step {fields['step']} of {fields['steps']}  {state}",
-                often=fields["step"] not in (1, fields["steps"]),
-            )
+            self.progress.update(self.bar(system, fields["label"], steps), completed=step, state=state)
+            self.line(system, f"step {step} of {steps}  {state}", often=step not in (1, steps))
         elif event in ("phase", "done"):
             text = fields.get("text") or fields["status"]
             latest = [task for (name, _), task in self.bars.items() if name == system]
@@ -88,42 +78,35 @@ class Bars:
 def show_summary(result: dict, paths: Mapping[str, Path], to: Console | None = None) -> None:
     """Print the transposed table of systems, the verdicts, and the path of the report."""
     console = to or Console()
-    runs = merge_seeds(result["runs"])
-    head, rows = run_table(runs)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for row, run in zip(rows, runs):
-        table.add_column(escape(row[0]), justify="right", style="bold" if run["system"] == "tunecompile" else "")
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    head, rows = run_table(merge_seeds(result["runs"]))
+    table = Table("", box=None, pad_edge=False)
+    for row in rows:
+        table.add_column(escape(row[0]), justify="right", style="bold" if row[0].startswith("tunecompile") else "")
     for place, name in enumerate(head[1:], 1):
         table.add_row(name, *(escape(row[place]) for row in rows))
-    console.print()
-    console.print(table)
-    console.print()
+    console.print("", table, "", sep="\n")
     for verdict in result["verdicts"]:
         mark = "[green]pass[/]" if verdict["passed"] else "[bold red]FAIL[/]"
-        console.print(
-            f"{mark}  {escape(verdict['name'])}: [dim]{escape(verdict['detail'])}[/]", highlight=False, soft_wrap=True
-        )
+        say(f"{mark}  {escape(verdict['name'])}: [dim]{escape(verdict['detail'])}[/]")
     if "against" in result:
         show_against(result, console)
     for answer in result["answers"]:
-        console.print(
-            f"\n[bold]{escape(answer['question'])}[/]\n"
-            f"  before  {escape(answer['before'])}\n  after   {escape(answer['after'])}",
-            highlight=False,
-            soft_wrap=True,
-        )
-    console.print(f"\nThe report: {paths['html']}", highlight=False, soft_wrap=True)
+        question, before, after = (escape(answer[name]) for name in ("question", "before", "after"))
+        say(f"\n[bold]{question}[/]\n  before  {before}\n  after   {after}")
+    say(f"\nThe report: {paths['html']}")
 
 
 def show_against(result: dict, console: Console) -> None:
     """Print the change of each figure since the older result, and the packages whose versions changed."""
-    head, rows = against_table(result["against"]["rows"])
-    table = Table(title=against_title(result), title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for place, name in enumerate(head):
-        table.add_column(name, justify="left" if place in (0, 1, 2, len(head) - 1) else "right")
-    for cells, row in zip(rows, result["against"]["rows"]):
+    since = against_table(result["against"], result["versions"])
+    table = Table(title=escape(since.title), title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in since.head:
+        table.add_column(name, justify="right" if name in ("before", "now", "change") else "left")
+    for cells, row in zip(since.rows, result["against"]["rows"]):
         style = "bold red" if row["worse"] else {APART: "dim", SAME: ""}.get(row["verdict"], "green")
         table.add_row(*map(escape, cells), style=style)
-    console.print()
-    console.print(table)
+    console.print("", table, sep="\n")

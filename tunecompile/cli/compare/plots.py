@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tunecompile.cli.compare.curves import differences
+from tunecompile.cli.compare.curves import batch_noise, differences
 from tunecompile.cli.compare.seeds import timed
 from tunecompile.report.html import draw
 
@@ -13,11 +13,9 @@ if TYPE_CHECKING:  # matplotlib is imported where it draws
 
 COLOURS = {
     "hf": "#6b7280",
-    "hf-checkpoint": "#6b7280",
     "compile": "#d97706",
     "compile-layers": "#fbbf24",
     "liger": "#7c3aed",
-    "liger-checkpoint": "#7c3aed",
     "unsloth": "#059669",
     "unsloth-no-checkpoint": "#34d399",
     "unsloth-padding-free": "#34d399",
@@ -28,97 +26,74 @@ COLOURS = {
 
 
 def colour(system: str) -> str:
-    """The colour of a system; under a budget (tunecompile@20GiB) it is lighter."""
-    return COLOURS.get(system, "#60a5fa" if system.startswith("tunecompile@") else "#9ca3af")
+    """The colour of a system, with and without checkpointing; under a budget (tunecompile@20GiB) it is lighter."""
+    other = "#60a5fa" if system.startswith("tunecompile@") else "#9ca3af"
+    return COLOURS.get(system, COLOURS.get(system.removesuffix("-checkpoint"), other))
 
 
 def loss_curves(runs: list[dict], reference: dict | None) -> str:
     """The curves of all systems with the bands of their seeds. Each is thinner than the one below, to show both."""
 
     def paint(axes: Axes) -> None:
-        for run in runs:
+        for rank, run in enumerate(runs):
+            steps, tone = range(1, len(run["losses"]) + 1), colour(run["system"])
             if band := run.get("band"):
-                axes.fill_between(
-                    range(1, len(band) + 1), *zip(*band), color=colour(run["system"]), alpha=0.12, linewidth=0
-                )
-        curves = [(r["system"], r["losses"]) for r in runs]
+                axes.fill_between(steps, *zip(*band), color=tone, alpha=0.12, linewidth=0)
+            axes.plot(steps, run["losses"], label=run["system"], color=tone, linewidth=max(1.4, 5 - 1.8 * rank))
         if reference:
-            curves.append(("reference", reference["losses"]))
-        for rank, (name, losses) in enumerate(curves):
-            label = f"reference ({reference['dtype']})" if reference and name == "reference" else name
-            axes.plot(
-                range(1, len(losses) + 1),
-                losses,
-                label=label,
-                color=colour(name),
-                linewidth=max(1.4, 5 - 1.8 * rank),
-                linestyle=(0, (3, 2)) if name == "reference" else "-",
-            )
+            label, losses = f"reference ({reference['dtype']})", reference["losses"]
+            axes.plot(range(1, len(losses) + 1), losses, "--", label=label, color=colour("reference"), linewidth=1.4)
         axes.set(xlabel="step", ylabel="training loss")
         axes.legend()
 
     return draw(paint)
 
 
-def loss_differences(runs: list[dict], base: dict, noise: float) -> str:
+def loss_differences(runs: list[dict], base: dict) -> str:
     """Each system's loss minus that of the base, and the band of a batch's noise."""
 
     def paint(axes: Axes) -> None:
-        steps = range(1, len(base["losses"]) + 1)
+        noise = batch_noise(base["losses"])
         axes.axhspan(-noise, noise, color="#e5e7eb", zorder=0, label="noise of a batch")
         for run in runs:
             apart = differences(run, base)
-            axes.plot(steps[: len(apart)], apart, label=run["system"], color=colour(run["system"]), linewidth=1.4)
+            axes.plot(range(1, len(apart) + 1), apart, label=run["system"], color=colour(run["system"]), linewidth=1.4)
         axes.set(xlabel="step", ylabel=f"training loss, less that of {base['system']}")
         axes.legend()
 
     return draw(paint)
 
 
-def bars(
-    labels: list[str],
-    systems: list[str],
-    values: list[float],
-    unit: str,
-    errors: list[tuple[float, float]] | None = None,
-) -> str:
-    """Horizontal bars with their values."""
+def bars(runs: list[dict], values: list[float], unit: str, errors: list[tuple[float, float]] | None = None) -> str:
+    """Horizontal bars with their values, one for each run, named by its system, with its shape if there are several.
+
+    errors: distances of each value to the lower and the upper end of its spread.
+    """
+    several = len({run["shape"] for run in runs}) > 1
+    labels = [f"{run['system']}  {run['shape']}" if several else run["system"] for run in runs]
 
     def paint(axes: Axes) -> None:
-        places = range(len(values))
-        spread = list(zip(*errors)) if errors else None
-        axes.barh(
-            places,
+        drawn = axes.barh(
+            labels,
             values,
-            color=[colour(s) for s in systems],
+            color=[colour(run["system"]) for run in runs],
             height=0.62,
-            xerr=spread,
+            xerr=list(zip(*errors)) if errors else None,
             error_kw={"ecolor": "#9ca3af", "elinewidth": 1, "capsize": 3},
         )
-        axes.set_yticks(places, labels)
+        axes.bar_label(drawn, fmt="{:,.4g}", padding=4, color="#374151")
+        axes.margins(x=0.18)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(unit)
-        top = max(v + (e[1] if errors else 0) for v, e in zip(values, errors or [(0, 0)] * len(values)))
-        axes.set_xlim(0, top * 1.18 or 1)
-        for place, value in zip(places, values):
-            past = value + (errors[place][1] if errors else 0)
-            axes.text(past + top * 0.015, place, f"{value:,.4g}", va="center", color="#374151")
 
     return draw(paint, height=0.9 + 0.45 * len(values))
 
 
 def step_time_bars(runs: list[dict]) -> str:
     """Medians with quartiles, since the slowest step on a shared machine would set the scale."""
-    values = [r["step_ms"]["median"] for r in runs]
-    spread = [quartile_distances(r) for r in runs]
-    return bars(
-        [label(r, runs) for r in runs],
-        [r["system"] for r in runs],
-        values,
-        "ms a step (median, with quartiles)",
-        spread,
-    )
+    medians, quartiles = [run["step_ms"]["median"] for run in runs], [quartile_distances(run) for run in runs]
+    return bars(runs, medians, "ms a step (median, with quartiles)", quartiles)
 
 
 def quartile_distances(run: dict) -> tuple[float, float]:
@@ -131,57 +106,23 @@ def quartile_distances(run: dict) -> tuple[float, float]:
     return middle - min(middle, lower), max(middle, upper) - middle
 
 
-def memory_bars(runs: list[dict], key: str, scale: float, unit: str) -> str:
-    """Bars of a figure, divided by the scale, of the runs that have it."""
-    kept = [r for r in runs if r.get(key) is not None]
-    return bars([label(r, runs) for r in kept], [r["system"] for r in kept], [r[key] / scale for r in kept], unit)
-
-
-def label(run: dict, runs: list[dict]) -> str:
-    """The system, with the shape if there are several."""
-    return f"{run['system']}  {run['shape']}" if len({r["shape"] for r in runs}) > 1 else run["system"]
-
-
 def gradient_scatter(rows: list[dict], limit: float) -> str:
     """A dot for each parameter. Below the line it is nearer to the reference than eager's."""
+    errors = [(row["eager_error"], row["error"]) for row in rows]
+    smallest = min((value for pair in errors for value in pair if value > 0), default=1e-8)
+    errors = [(max(eager, smallest), max(ours, smallest)) for eager, ours in errors]
+    ends = min(map(min, errors)) * 0.7, max(map(max, errors)) * 1.4
 
     def paint(axes: Axes) -> None:
-        smallest = min((v for r in rows for v in (r["error"], r["eager_error"]) if v > 0), default=1e-8)
-        x = [max(r["eager_error"], smallest) for r in rows]
-        y = [max(r["error"], smallest) for r in rows]
-        low, high = min(x + y) * 0.7, max(x + y) * 1.4
-        axes.plot([low, high], [low, high], color="#6b7280", linewidth=1, label="as exact as eager")
-        axes.plot(
-            [low, high],
-            [low * limit, high * limit],
-            color="#dc2626",
-            linewidth=1,
-            linestyle=":",
-            label=f"{limit} times eager's error",
-        )
-        for kind, tone in (("lora_A", "#2563eb"), ("lora_B", "#0ea5e9"), ("", "#2563eb")):
-            picked = [
-                i for i, r in enumerate(rows) if (kind in r["parameter"] if kind else "lora_" not in r["parameter"])
-            ]
-            if picked:
-                axes.scatter(
-                    [x[i] for i in picked],
-                    [y[i] for i in picked],
-                    s=12,
-                    color=tone,
-                    alpha=0.6,
-                    linewidths=0,
-                    label=kind or "weights",
-                    rasterized=False,
-                )
-        axes.set(
-            xscale="log",
-            yscale="log",
-            xlim=(low, high),
-            ylim=(low, high),
-            xlabel="eager's error",
-            ylabel="tunecompile's error",
-        )
+        axes.plot(ends, ends, color="#6b7280", linewidth=1, label="as exact as eager")
+        bound = [limit * end for end in ends]
+        axes.plot(ends, bound, ":", color="#dc2626", linewidth=1, label=f"{limit} times eager's error")
+        for kind, tone in (("lora_A", "#2563eb"), ("lora_B", "#0ea5e9"), ("weights", "#2563eb")):
+            kinds = [next((k for k in ("lora_A", "lora_B") if k in row["parameter"]), "weights") for row in rows]
+            if picked := [pair for pair, found in zip(errors, kinds) if found == kind]:
+                axes.scatter(*zip(*picked), s=12, color=tone, alpha=0.6, linewidths=0, label=kind)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axes.set(xlabel="eager's error", ylabel="tunecompile's error")
         axes.legend(loc="upper left")
 
     return draw(paint, width=5.2, height=4.4)
