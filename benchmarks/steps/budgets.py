@@ -30,10 +30,11 @@ from tunecompile.cli.compare import data, loops, models
 from tunecompile.cli.compare.assemble import assemble
 from tunecompile.cli.compare.judge import Check
 from tunecompile.cli.compare.meters import WARMUP
+from tunecompile.cli.compare.progress import Progress
 from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.spec import Job, parse_shape, resolve_systems
-from tunecompile.cli.compare.worker import compiler_report, guarded, measured, predicted
+from tunecompile.cli.compare.tasks import compiler_report, guarded, measured, predicted
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -58,7 +59,7 @@ def sweep(
         torch.manual_seed(job.seed)
         batches = data.random_batches(parse_shape(job.shapes[0]), model.config.vocab_size, own, job.seed, job.steps)
         run = {"shape": job.shapes[0]} | guarded(
-            lambda: measured(model, own, lambda: loops.train_loop(model, batches, own, name))
+            lambda: measured(model, own, lambda: loops.train_loop(model, batches, own, name), Progress())
         )
         run |= predicted(model, own, parse_shape(job.shapes[0]))
         outcome[name] = {

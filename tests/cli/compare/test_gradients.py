@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tunecompile.cli.compare.meters import median
 from tunecompile.verification.tolerance import ORDER, compare_gradients, judge_gradients, judge_loss, relative_error
 
 
@@ -85,7 +84,3 @@ def test_a_loss_that_wanders_is_told_from_one_that_is_wrong():
         "farther by a little at every step"
     )
     assert not judge_loss(reference, eager, [3.1, 2.9, 2.8, 2.7]).passed, "wrong at one step"
-
-
-def test_median():
-    assert median([3, 1, 2]) == 2 and median([4, 1, 2, 3]) == 2.5

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tunecompile
-from tunecompile.cli.compare import data, models, worker
+from tunecompile.cli.compare import data, models, tasks
+from tunecompile.cli.compare.progress import Progress
 from tunecompile.cli.compare.shapes import save_shape_model
 from tunecompile.cli.compare.spec import Job
 
@@ -47,9 +48,13 @@ def job(folder):
     )
 
 
+def data_run(job):
+    return tasks.data_run(job, Progress())
+
+
 @pytest.mark.parametrize("trainer", ["sft", "loop"])
 def test_a_run_is_measured_and_learns(job, trainer):
-    run = worker.data_run(job.replace(trainer=trainer))["runs"][0]
+    run = data_run(job.replace(trainer=trainer))["runs"][0]
     assert run["status"] == "ok" and len(run["losses"]) == 4 and run["repeats"] == 1 and run["saved_bytes"] > 0
     assert run["held_out_after"] < run["held_out_before"]
     # every batch is padded to 64, and none of it is counted
@@ -57,17 +62,15 @@ def test_a_run_is_measured_and_learns(job, trainer):
 
 
 def test_checkpointing_keeps_less_and_changes_no_loss(job):
-    plain, checkpointed = (
-        worker.data_run(job.replace(trainer="loop", checkpointing=on))["runs"][0] for on in (False, True)
-    )
+    plain, checkpointed = (data_run(job.replace(trainer="loop", checkpointing=on))["runs"][0] for on in (False, True))
     assert checkpointed["losses"] == plain["losses"] and checkpointed["saved_bytes"] < plain["saved_bytes"]
 
 
 def test_answers_and_a_saved_adapter(job, tmp_path):
     job = job.replace(trainer="loop", questions=2, adapter=str(tmp_path / "adapter"))
-    answers = worker.data_run(job)["answers"]
+    answers = data_run(job)["answers"]
     assert len(answers) == 2 and all(a["expected"] == "words" for a in answers)
-    assert worker.reload_adapter(job)["answers"] == [a["after"] for a in answers]
+    assert tasks.reload_adapter(job)["answers"] == [a["after"] for a in answers]
 
 
 def test_the_held_out_loss_does_not_depend_on_the_batch_and_is_that_of_rows_nobody_trains_on(job, monkeypatch):
@@ -78,7 +81,7 @@ def test_the_held_out_loss_does_not_depend_on_the_batch_and_is_that_of_rows_nobo
         seen.update(tuple(example.input_ids) for example in examples)
         return collate(examples, *rest)
 
-    runs = [worker.data_run(job.replace(trainer="loop", batch=batch))["runs"][0] for batch in (2, 3, 4)]
+    runs = [data_run(job.replace(trainer="loop", batch=batch))["runs"][0] for batch in (2, 3, 4)]
     assert (
         runs[0]["held_out_before"]
         == pytest.approx(runs[1]["held_out_before"], abs=1e-5)
@@ -103,7 +106,7 @@ def test_packed_rows_have_the_losses_of_padded_ones(job, trainer, kind, tmp_path
         )
         job = job.replace(data=str(tmp_path / "rows.jsonl"))
     padded, packed = (
-        worker.data_run(job.replace(trainer=trainer, batching=batching))["runs"][0] for batching in ("padded", "packed")
+        data_run(job.replace(trainer=trainer, batching=batching))["runs"][0] for batching in ("padded", "packed")
     )
     assert packed["losses"] == pytest.approx(padded["losses"], abs=1e-5) and packed["held_out_after"] == pytest.approx(
         padded["held_out_after"], abs=1e-5
@@ -117,7 +120,7 @@ def test_packed_rows_train_an_optimized_model_as_an_eager_one(job, monkeypatch):
     monkeypatch.setattr(models, "apply_system", optimized_without_inductor)
     job = job.replace(batch=20)  # all rows there are: one length, and one compilation
     eager, ours = (
-        worker.data_run(job.replace(trainer="loop", system=system, batching="packed"))["runs"][0]
+        data_run(job.replace(trainer="loop", system=system, batching="packed"))["runs"][0]
         for system in ("hf", "tunecompile")
     )
     assert ours["losses"] == pytest.approx(eager["losses"], abs=1e-5)
@@ -139,7 +142,7 @@ def pairs(job, tmp_path):
 
 @pytest.mark.parametrize("trainer", ["sft", "loop"])
 def test_dpo_learns_pairs(pairs, trainer):
-    run = worker.data_run(pairs.replace(trainer=trainer, saved_bytes=False))["runs"][0]
+    run = data_run(pairs.replace(trainer=trainer, saved_bytes=False))["runs"][0]
     assert (
         run["losses"][0] == pytest.approx(math.log(2)) == pytest.approx(run["held_out_before"])
     )  # a fresh adapter is the reference
@@ -153,7 +156,7 @@ def test_dpo_of_an_optimized_model_is_eagers(pairs, trainer, monkeypatch, tmp_pa
     monkeypatch.setattr(models, "apply_system", optimized_without_inductor)
     runs, gradients = [], []
     for system in ("hf", "tunecompile"):
-        made = worker.data_run(
+        made = data_run(
             pairs.replace(trainer=trainer, system=system, saved_bytes=False, gradients=str(tmp_path / system))
         )
         runs.append(made["runs"][0])
@@ -168,7 +171,7 @@ def test_trl_and_the_plain_loop_agree_about_dpo(pairs):
     rows = Path(pairs.data).read_text().splitlines()[:8]
     Path(pairs.data).write_text("\n".join(rows))
     sft, loop = (
-        worker.data_run(pairs.replace(trainer=trainer, saved_bytes=False, batch=4))["runs"][0]["losses"]
+        data_run(pairs.replace(trainer=trainer, saved_bytes=False, batch=4))["runs"][0]["losses"]
         for trainer in ("sft", "loop")
     )
     assert sft == pytest.approx(loop, abs=1e-5)

@@ -12,7 +12,7 @@ from tunecompile.cli.compare.request import Comparison, check_request
 from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.shapes import places
 from tunecompile.cli.compare.spec import SYSTEMS, Job, parse_shape
-from tunecompile.cli.compare.worker import OTHER_ROWS
+from tunecompile.cli.compare.tasks import OTHER_ROWS
 from tunecompile.errors import BadOption
 
 JOB = Job(system="hf", model="llama-tiny", mode="lora", trainer="loop", shapes=("2x16",), steps=4, layers=1, gpus=2)

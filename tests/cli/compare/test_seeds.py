@@ -3,9 +3,10 @@
 import pytest
 
 from tests.support.comparisons import run
-from tunecompile.cli.compare import worker
+from tunecompile.cli.compare import tasks
 from tunecompile.cli.compare.curves import compare_curves
 from tunecompile.cli.compare.judge import judge_speed, judge_work
+from tunecompile.cli.compare.progress import Progress
 from tunecompile.cli.compare.render import run_table, write_reports
 from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.run import run_comparison
@@ -69,7 +70,7 @@ def test_each_seed_draws_anew_and_weights_stay(tmp_path, monkeypatch):
     """In this process, for time's sake."""
     monkeypatch.setattr(
         "tunecompile.cli.compare.run.run_workers",
-        lambda workers, *rest: [worker.random_runs(w.job) for w in workers],
+        lambda workers, *rest: [tasks.random_runs(w.job, Progress()) for w in workers],
     )
     job = Job(
         system="hf",

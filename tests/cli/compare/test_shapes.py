@@ -46,31 +46,27 @@ def test_linears_that_are_not_packed_are_loaded_as_they_are(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("given", ["unsloth,tunecompile", "tunecompile@9.4GiB,unsloth", "tunecompile@auto,tunecompile"])
-def test_eager_is_checked_beside_systems_that_are_timed_without_it(monkeypatch, tmp_path, given):
+def test_eager_is_checked_beside_systems_that_are_timed_without_it(tmp_path, given):
     """And without a budget what is timed under one."""
-    seen = []
-    monkeypatch.setattr(
-        run, "run_jobs", lambda jobs, *rest, **options: seen.extend(job.system for job in jobs) or [{}] * len(jobs)
-    )
-    monkeypatch.setattr(run, "judge", lambda *rest: None)
     systems = resolve_systems(given, False)
     job = Job(system="hf", model="llama-tiny", mode="qlora", trainer="loop", shapes=("1x64",), steps=3)
     comparison = run.Comparison(systems, job, tmp_path)
-    run.check_apart(run.check_jobs(comparison, systems, str(tmp_path)), str(tmp_path), comparison, tmp_path)
-    assert seen == ["hf", "tunecompile", run.REFERENCE]
+    jobs = run.check_jobs(comparison, systems, str(tmp_path))
+    assert [job.system for job in jobs] == ["hf", "tunecompile", run.REFERENCE]
 
 
 def test_what_does_not_fit_beside_the_others_is_checked_alone(monkeypatch, tmp_path):
     calls = []
 
-    def full_once(jobs, *_, at_once=False, **options):
+    def full_once(self, jobs, at_once=False):
         calls.append((at_once, [job.system for job in jobs]))
-        return [{"runs": [{"status": "oom" if at_once and job.system == "hf" else "ok"}]} for job in jobs]
+        status = {job.system: "oom" if at_once and job.system == "hf" else "ok" for job in jobs}
+        return {system: {"runs": [{"status": status[system]}]} for system in status}
 
-    monkeypatch.setattr(run, "run_jobs", full_once)
+    monkeypatch.setattr(run.Runner, "run", full_once)
     job = Job(system="hf", model="llama-tiny", mode="qlora", trainer="loop", shapes=("1x64",), steps=3, device="cuda")
     jobs = [job.replace(system=name) for name in ("hf", "tunecompile", run.REFERENCE)]
-    outcome = run.run_untimed(jobs, run.Comparison([], job, tmp_path), tmp_path)
+    outcome = run.Runner(run.Comparison([], job, tmp_path), {}).run_untimed(jobs)
     assert calls == [(True, ["hf", "tunecompile", run.REFERENCE]), (False, ["hf"])]
     assert [outcome[name]["runs"][0]["status"] for name in ("hf", "tunecompile", run.REFERENCE)] == ["ok"] * 3
 

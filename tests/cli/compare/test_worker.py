@@ -12,9 +12,9 @@ import tunecompile
 from tests.support import zoo
 from tests.support.comparisons import run as made_up
 from tests.support.models import packed
-from tunecompile.cli.compare import meters, models, processes, worker
-from tunecompile.cli.compare.judge import Check
+from tunecompile.cli.compare import meters, models, processes, tasks, worker
 from tunecompile.cli.compare.processes import LEFT_OUT, Worker, run_workers
+from tunecompile.cli.compare.progress import Progress
 from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.spec import SYSTEMS, Job, System
@@ -41,7 +41,7 @@ def test_figures_of_steps_outlive_what_does_not_fit_beside_them(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 896.00 MiB")
 
     monkeypatch.setattr(meters, "count_saved_bytes", full)
-    (run,) = worker.random_runs(TINY)["runs"]
+    (run,) = tasks.random_runs(TINY, Progress())["runs"]
     assert run["status"] == "ok" and len(run["losses"]) == 4 and "saved_bytes" not in run
 
 
@@ -49,15 +49,17 @@ def test_what_ended_is_handed_on_before_the_rest_is_cut_off(tmp_path, monkeypatc
     """Time is up while the third system runs: its turn raises."""
     turns = iter([False, False])
     monkeypatch.setattr(Worker, "start", lambda worker: None)
-    monkeypatch.setattr(Worker, "run_turn", lambda worker: next(turns))
+    monkeypatch.setattr(Worker, "waits", lambda worker: next(turns))
     monkeypatch.setattr(Worker, "read_result", lambda worker: {"runs": [made_up(worker.job.system, 100.0, 0.5)]})
-    monkeypatch.setattr("tunecompile.cli.compare.run.check_apart", lambda *_: Check())
     kept = []
     systems = [SYSTEMS[name] for name in ("hf", "compile", "tunecompile")]
     with pytest.raises(StopIteration):
-        run_comparison(Comparison(systems, TINY.replace(shapes=("4x64",)), tmp_path, keep=kept.append))
+        run_comparison(Comparison(systems, TINY.replace(shapes=("4x64",)), tmp_path, check=False, keep=kept.append))
     assert [[run["system"] for run in part["runs"]] for part in kept] == [["hf"], ["hf", "compile"]]
     assert [part["incomplete"] for part in kept] == [["compile", "tunecompile"], ["tunecompile"]]
+
+
+GO = 'print("@turn {}", flush=True)\nsys.stdin.readline()\n'
 
 
 @pytest.fixture
@@ -79,7 +81,9 @@ def scripted(tmp_path, monkeypatch):
 
 def test_rows_are_kept_where_the_seconds_end_first(scripted):
     """Its second shape hangs, and the other system would follow."""
-    workers = scripted('path.write_text(json.dumps({"runs": [run]}))\nprint("@kept {}", flush=True)\ntime.sleep(60)')
+    workers = scripted(
+        GO + 'path.write_text(json.dumps({"runs": [run]}))\nprint("@kept {}", flush=True)\ntime.sleep(60)'
+    )
     parts = []
     first, second = run_workers(workers, ended=parts.append, deadline=time.monotonic() + 2)
     assert [run["status"] for run in first["runs"]] == ["ok", LEFT_OUT] and first["runs"][1]["shape"] == "1x64"
@@ -96,14 +100,16 @@ def test_the_file_of_an_earlier_run_is_no_result(scripted, tmp_path):
 def test_processes_that_are_started_ahead_wait_for_each_other(scripted, tmp_path):
     script = (
         'log = open(path.parent / "log", "a")\nprint(module, "begins", file=log, flush=True)\n'
-        'print("@turn {}", flush=True)\nsys.stdin.readline()\ntime.sleep(0.1)\nprint("ends", file=log, flush=True)\n'
+        + GO
+        + 'time.sleep(0.1)\nprint("ends", file=log, flush=True)\n'
         'path.write_text(json.dumps({"runs": [run], "seconds": 1}))'
     )
-    workers = scripted(script, ahead=True)
+    workers = scripted(script)
     for each in workers:
         each.start()
-    workers[1].wait_until_ready()  # before the first may go
-    workers[1].wait_until_ready = lambda: None
+    assert workers[1].waits()  # before the first may go
+    turns = [workers[1].waits, lambda: True]
+    workers[1].waits = lambda: turns.pop()()
     assert [result["seconds"] for result in run_workers(workers)] == [1, 1]
     assert [line.split()[-1] for line in (tmp_path / "log").read_text().splitlines()] == [
         "begins",
@@ -162,6 +168,7 @@ def test_a_second_process_finds_the_caches_of_the_first(tmp_path, monkeypatch):
 def test_what_a_system_raises_is_its_row(tmp_path, monkeypatch):
     """Also where its packages could not be imported before its turn."""
     monkeypatch.setattr(worker, "import_packages", lambda job: 1 / 0)
+    monkeypatch.setattr(worker, "wait_to_go", lambda: None)
     spec, out = tmp_path / "job.json", tmp_path / "out.json"
     spec.write_text(json.dumps(TINY.replace(device="nowhere").to_dict()))
     worker.main(spec, out)

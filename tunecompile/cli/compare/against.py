@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from tunecompile.cli.compare.curves import batch_noise
 from tunecompile.cli.compare.data import digest
 from tunecompile.cli.compare.gradients import families
-from tunecompile.cli.compare.meters import median
 from tunecompile.cli.compare.plots import quartile_distances
 from tunecompile.cli.compare.seeds import merge_seeds
 from tunecompile.cli.compare.spec import Job

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from tunecompile.cli.compare.loops import to_device
 from tunecompile.cli.compare.losses import loss_of
 from tunecompile.cli.compare.models import precision, set_initial_adapter, short_name
 from tunecompile.cli.compare.spec import Job
@@ -61,7 +62,7 @@ def dump_gradients(model: nn.Module, batch: dict, job: Job, path: str, initial: 
     model.zero_grad(set_to_none=True)
     with check_state(model, job.seed, initial):
         with precision(job):
-            loss = loss_of(model, batch, job)
+            loss = loss_of(model, to_device(batch, job.device), job)
         loss.backward()
     trainable = {short_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     gradients = {name: None if p.grad is None else p.grad.detach().cpu() for name, p in trainable.items()}

@@ -3,47 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import resource
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 import torch
 
-from tunecompile.cli.compare import ranks
+from tunecompile.cli.compare.progress import say, wait_to_go
 
 WARMUP = 3  # steps that are not timed, for compilation, allocator and caches
 GIB = 2**30
-EACH_STEP, AT_START = "1", "start"  #: values of TUNECOMPILE_TURNS: when a worker waits for its parent
-
-
-def say(event: str, **fields) -> None:
-    """Send an event, one line on stdout, to the parent process. Other output on stdout is only logged."""
-    if ranks.rank() == 0:
-        print(f"@{event} {json.dumps(fields)}", flush=True)
-
-
-def wait_for_turn() -> None:
-    """Wait for this process's turn. Processes that alternate are equally affected by other load on the machine."""
-    if os.environ.get("TUNECOMPILE_TURNS") == EACH_STEP:
-        ask_parent()
-
-
-def ask_parent() -> None:
-    """Wait until the parent process writes a line."""
-    say("turn")
-    if not sys.stdin.readline():  # the pipe is closed
-        sys.exit("the parent process has ended")
-
-
-def wait_for_start() -> None:
-    """Wait until this process may use the device, where it was started ahead of its turn."""
-    if os.environ.get("TUNECOMPILE_TURNS"):
-        ask_parent()
 
 
 class StepClock:
@@ -55,12 +28,12 @@ class StepClock:
         self.events: list[tuple] = []
         self.losses: list[torch.Tensor] = []
         self.tokens: list[int] = []
-        self.first_s = 0.0
 
     def begin(self, tokens: int) -> None:
         """Begin a step on a batch of so many tokens."""
         self.tokens.append(tokens)
-        wait_for_turn()
+        if os.environ.get("TUNECOMPILE_TURNS"):  # processes that alternate are equally affected by other load
+            wait_to_go()
         if self.cuda:
             self.events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
             self.events[-1][0].record()
@@ -74,19 +47,11 @@ class StepClock:
                 torch.cuda.synchronize()
         self.host_ms.append((time.perf_counter() - self.started) * 1e3)
         self.losses.append(loss.detach())
-        if len(self.host_ms) == 1:
-            self.first_s = self.host_ms[0] / 1e3
         if len(self.host_ms) == WARMUP and not self.cuda:
             reset_peak_rss()  # the memory of the compiler does not count
         shown = None if self.cuda else round(float(loss.detach()), 4)
-        say(
-            "step",
-            label=self.label,
-            step=len(self.host_ms),
-            steps=self.total,
-            loss=shown,
-            seconds=self.host_ms[-1] / 1e3,
-        )
+        seconds = self.host_ms[-1] / 1e3
+        say("step", label=self.label, step=len(self.host_ms), steps=self.total, loss=shown, seconds=seconds)
 
     def step_ms(self) -> list[float]:
         """Milliseconds of all steps."""
@@ -106,19 +71,12 @@ class StepClock:
             "tokens_per_s": sum(tokens[warm:]) / len(timed) / middle * 1e3,
             "step_ms": {"median": middle, "min": min(timed), "max": max(timed)},
             "all_step_ms": times,
-            "first_step_s": self.first_s,
+            "first_step_s": self.host_ms[0] / 1e3,
             "losses": [float(loss) for loss in self.losses],
         }
         if self.cuda:
             figures["host_ms_per_step"] = median(self.host_ms[warm:])
         return figures
-
-
-def median(values: Sequence[float]) -> float:
-    """The median of at least one value."""
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 # ---------------------------------------------------------------- memory

@@ -1,15 +1,15 @@
-"""Workers as child processes that run one after the other, or alternate step by step.
+"""Workers as child processes that run one after the other, alternate step by step, or run at the same time.
 
+A worker imports its packages and waits until its parent lets it go; workers that alternate wait before each step, too.
 If memory permits (on a CPU), the processes of all systems exist at once and run one step in turn. Other load on the
 machine then affects all of them alike, so the ratio of their medians is meaningful.
 
-On a GPU they run one after the other, but may all be started ahead: they import their packages and wait.
+On a GPU they run one after the other, but may all be started ahead, so that they import at the same time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -19,10 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tunecompile.cli.compare import ranks
-from tunecompile.cli.compare.meters import AT_START, EACH_STEP
 from tunecompile.cli.compare.spec import Job
 
 Listener = Callable[[str, str, dict], None]  # system, event, fields
@@ -37,19 +37,12 @@ class Worker:
     job: Job
     folder: Path
     listen: Listener
-    turns: bool
+    turns: bool  #: wait before each step
     task: str = "train"
     caches: str | None = None  #: folder of the compilers' caches, which is kept; None: a new one
-    ahead: bool = False  #: import the packages when it is started, then wait
     process: subprocess.Popen | None = field(default=None, init=False)
     overdue: bool = field(default=False, init=False)
     kept: Callable[[], None] | None = field(default=None, init=False)  #: called when it has written a part
-
-    @property
-    def started(self) -> subprocess.Popen:
-        """The process, which `start` has started."""
-        assert self.process is not None
-        return self.process
 
     @property
     def stem(self) -> str:
@@ -63,16 +56,16 @@ class Worker:
         )
 
     def start(self) -> None:
-        """Write the job and start the process."""
+        """Write the job and start the process, if it is not running."""
+        if self.process is not None:
+            return
         spec = self.folder / f"{self.stem}.job.json"
         self.result = self.folder / f"{self.stem}.result.json"
         self.result.unlink(missing_ok=True)  # an earlier run's, in the same folder
         self.log = open(self.folder / f"{self.stem}.log", "w", encoding="utf-8")  # noqa: SIM115 (`finish` closes it)
         self.own_caches = tempfile.mkdtemp(prefix="tunecompile-cache-")
         spec.write_text(json.dumps(self.job.to_dict() | {"task": self.task}))
-        environment = dict(os.environ, PYTHONUNBUFFERED="1")
-        if self.turns or self.ahead:
-            environment["TUNECOMPILE_TURNS"] = EACH_STEP if self.turns else AT_START
+        environment = dict(os.environ, PYTHONUNBUFFERED="1", TUNECOMPILE_TURNS="1" if self.turns else "")
         if not self.job.trust_cache:  # with empty caches, compile times are those of a first run
             folder = self.caches or self.own_caches
             environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
@@ -85,45 +78,34 @@ class Worker:
             env=environment,
         )
 
-    def run_turn(self) -> bool:
-        """Let it run until it waits for its next turn (True) or ends (False)."""
-        if self.turns:
-            self.go()
-        for line in self.started.stdout or ():
-            event = self.hear(line)
-            if event == "turn":
+    def go(self) -> bool:
+        """Let it continue; True."""
+        stdin = self.process and self.process.stdin
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its last lines are still to be read
+            if stdin:
+                stdin.write("go\n")
+                stdin.flush()
+        return True
+
+    def waits(self) -> bool:
+        """Read its output until it waits for its turn (True) or ends (False). What is no event is only logged."""
+        for line in (self.process and self.process.stdout) or ():
+            name, _, fields = line.rstrip("\n").partition(" ")
+            if not name.startswith("@"):
+                self.log.write(line)
+                continue
+            self.listen(self.job.system, name[1:], json.loads(fields or "{}"))
+            if name == "@turn":
                 return True
-            if event == "kept" and self.kept is not None:
+            if name == "@kept" and self.kept is not None:
                 self.kept()
         self.finish()
         return False
 
-    def go(self) -> None:
-        """Let it continue, if it waits."""
-        stdin = self.started.stdin
-        with contextlib.suppress(BrokenPipeError):  # it has ended; its last lines are still to be read
-            if stdin is not None:
-                stdin.write("go\n")
-                stdin.flush()
-
-    def wait_until_ready(self) -> None:
-        """Read its output until it waits for its first turn."""
-        for line in self.started.stdout or ():
-            if self.hear(line) == "turn":
-                return
-
-    def hear(self, line: str) -> str | None:
-        """Pass an event on and return its name; log any other line."""
-        name, _, fields = line.rstrip("\n").partition(" ")
-        if not name.startswith("@"):
-            self.log.write(line)
-            return None
-        self.listen(self.job.system, name[1:], json.loads(fields or "{}"))
-        return name[1:]
-
     def finish(self) -> None:
         """Wait for its end and clean up."""
-        self.started.wait()
+        assert self.process is not None
+        self.process.wait()
         self.log.close()
         shutil.rmtree(self.own_caches, ignore_errors=True)
 
@@ -136,7 +118,7 @@ class Worker:
     def stop_late(self) -> None:
         """Kill it because the seconds are over."""
         self.overdue = True
-        if self.process is not None and self.process.poll() is None:
+        if self.process and self.process.poll() is None:
             self.process.kill()
 
     def read_result(self) -> dict:
@@ -144,7 +126,7 @@ class Worker:
         result = self.read_part()
         if "seconds" in result:  # which only a whole one has
             return result
-        code = self.started.returncode
+        code = self.process.returncode if self.process else 0
         reason = f"killed by signal {-code}, often for memory" if code < 0 else f"exit code {code}"
         status = LEFT_OUT if self.overdue else f"error: the process ended early ({reason}); see {self.log.name}"
         there = result.get("runs", [])
@@ -166,7 +148,7 @@ def run_workers(
     """Run all workers and return their results: in turns, all at once, or one after the other.
 
     Args:
-        workers: of one comparison; those that were started ahead wait.
+        workers: of one comparison; some may have been started ahead.
         at_once: run them at the same time.
         ended: called with the results so far whenever workers have ended or written a part, and others follow.
         deadline: of `time.monotonic`, at which what runs is ended, and what would follow is left out.
@@ -175,12 +157,13 @@ def run_workers(
     results: list[dict] = []
     try:
         for group in groups:
-            if deadline is not None and deadline - time.monotonic() < LEAST_S:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left < LEAST_S:
                 results += [{"status": LEFT_OUT}] * len(group)
                 continue
             if ended is not None and len(group) == 1:
-                group[0].kept = functools.partial(hand_on_part, ended, tuple(results), group[0])
-            with ended_by(deadline, group):
+                group[0].kept = partial(hand_on_part, ended, tuple(results), group[0])
+            with ended_after(left, group):
                 run_group(group)
             results += [worker.read_result() for worker in group]
             if ended is not None and len(results) < len(workers):
@@ -199,27 +182,21 @@ def hand_on_part(ended: Callable[[list[dict]], None], results: Sequence[dict], w
 def run_group(group: Sequence[Worker]) -> None:
     """Run workers at the same time, or in turns."""
     for worker in group:
-        if worker.process is None:
-            worker.start()
-    for worker in group:
-        if worker.turns or worker.ahead:
-            worker.wait_until_ready()
-    for worker in group:
-        if worker.ahead and not worker.turns:
+        worker.start()
+    alive = [worker for worker in group if worker.waits()]
+    for worker in alive:
+        if not worker.turns:
             worker.go()
-    alive = list(group)
     while alive:
-        alive = [worker for worker in alive if worker.run_turn()]
+        alive = [worker for worker in alive if (not worker.turns or worker.go()) and worker.waits()]
 
 
 @contextlib.contextmanager
-def ended_by(deadline: float | None, group: Sequence[Worker]) -> Iterator[None]:
-    """End workers that still run at the deadline."""
-    if deadline is None:
-        yield
-        return
-    timer = threading.Timer(deadline - time.monotonic(), lambda: [worker.stop_late() for worker in group])
-    timer.start()
+def ended_after(seconds: float | None, group: Sequence[Worker]) -> Iterator[None]:
+    """End workers that still run after so many seconds; None: never."""
+    timer = threading.Timer(seconds or 0.0, lambda: [worker.stop_late() for worker in group])
+    if seconds is not None:
+        timer.start()
     try:
         yield
     finally:

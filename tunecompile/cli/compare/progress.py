@@ -1,13 +1,30 @@
-"""What a worker has so far: its file is written after each timed run, and it tells where its seconds went."""
+"""What a worker tells its parent: events, and in a file what it has so far and where its seconds went."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tunecompile.cli.compare import ranks
+
+
+def say(event: str, **fields) -> None:
+    """Send an event, one line on stdout, to the parent process. Other output on stdout is only logged."""
+    if ranks.rank() == 0:
+        print(f"@{event} {json.dumps(fields)}", flush=True)
+
+
+def wait_to_go() -> None:
+    """Wait until the parent process writes a line. Other ranks go on, as they wait for the first one."""
+    if ranks.rank() == 0:
+        say("turn")
+        if not sys.stdin.readline():  # the pipe is closed
+            sys.exit("the parent process has ended")
 
 
 @dataclass
@@ -36,8 +53,6 @@ class Progress:
 
     def keep(self, runs: list[dict]) -> None:
         """Write the runs so far, and tell the parent of them."""
-        from tunecompile.cli.compare.meters import say
-
         if self.path is not None:
             self.write({"runs": runs})
             say("kept")

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from tunecompile.cli.compare import curves, plots
 from tunecompile.cli.compare.gradients import families
-from tunecompile.cli.compare.meters import median
 from tunecompile.cli.compare.seeds import merge_seeds
 from tunecompile.report.html import make_environment
 from tunecompile.verification.tolerance import LIMIT, ORDER

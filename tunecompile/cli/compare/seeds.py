@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunecompile.cli.compare.meters import median
+from statistics import median
 
 MEDIANS = (
     "tokens_per_s",
