@@ -29,6 +29,13 @@ from tunecompile.cli.options import (
 from tunecompile.errors import BadOption
 
 MODES = {"qlora", "lora", "full"}  #: flags of which one holds
+CHOICES = {  #: values of options
+    "trainer": ("sft", "loop"),
+    "loss": ("sft", "dpo"),
+    "batching": ("padded", "packed"),
+    "too_long": ("error", "drop"),
+    "parallel": PARALLEL,
+}
 
 
 def compare(
@@ -73,29 +80,12 @@ def compare(
             return compare(**with_config(config, context, given))
         if model is None:
             return repeat(against, out, context)
-        job = Job(
-            system="hf",
-            model=model,
-            mode=pick_mode(qlora, lora, full),
-            trainer=one_of("--trainer", trainer, "sft", "loop"),
-            data=str(data) if data else None,
-            steps=steps,
-            batch=batch,
-            seq_len=seq_len,
-            pad_to=pad_to,
-            loss=one_of("--loss", loss, "sft", "dpo"),
-            batching=one_of("--batching", batching, "padded", "packed"),
-            too_long=one_of("--too-long", too_long, "error", "drop"),
-            lr=lr,
-            seed=seed,
-            layers=layers,
-            gpus=gpus,
-            parallel=one_of("--parallel", parallel, *PARALLEL),
-            device=pick_device(device),
-            dtype=pick_dtype(dtype, pick_device(device)),
-            checkpointing=gradient_checkpointing,
-            **(context.obj or {}),
-        )
+        for name, known in CHOICES.items():
+            one_of("--" + name.replace("_", "-"), given[name], *known)
+        fields = {name: given[name] for name in given if name in Job.__dataclass_fields__} | (context.obj or {})
+        fields |= {"device": pick_device(device), "dtype": pick_dtype(dtype, pick_device(device))}
+        fields |= {"data": str(data) if data else None, "checkpointing": gradient_checkpointing}
+        job = Job(**fields | {"system": "hf", "mode": pick_mode(qlora, lora, full)})
         job = with_rows(job, shape, held_out)
         comparison = Comparison(
             resolve_systems(systems, gradient_checkpointing),
@@ -137,14 +127,18 @@ def demo(
     raise typer.Exit(exit_code(work))
 
 
+def chosen_options(context: typer.Context) -> set[str]:
+    """The names of the options that were given."""
+    return {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+
+
 def with_config(path: Path, context: typer.Context, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `compare` with what a file has, unless an option was given; fields of the job go to the context.
 
     Raises:
         BadOption, MissingExtra: as `read_config` does; or the file has rows of the hub, and no others were given.
     """
-    found = read_config(path)
-    chosen = {name for name in given if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    found, chosen = read_config(path), chosen_options(context)
     if chosen & MODES:
         chosen |= MODES
     taken = {name: value for name, value in found.options.items() if name not in chosen}
@@ -205,21 +199,13 @@ def conduct_against(against: Path | None, comparison: Comparison) -> int:
 
     old = load_result(against)
     if against.resolve() == (comparison.out / "report.json").resolve():
-        raise BadOption(
-            option="--out",
-            value=str(comparison.out),
-            reason=f"the new report would overwrite {against}; give another folder",
-        )
+        reason = f"the new report would overwrite {against}; give another folder"
+        raise BadOption(option="--out", value=str(comparison.out), reason=reason)
     check_like(against, old, comparison.job, comparison.model_name, describe_machine())
 
     def finish(result: dict, listen: Listener) -> None:
-        result["against"] = {
-            "path": str(against),
-            "date": old["date"],
-            "commit": old["commit"],
-            "versions": old["versions"],
-            "rows": compare_results(old, result),
-        }
+        about = {name: old[name] for name in ("date", "commit", "versions")}
+        result["against"] = {"path": str(against), **about, "rows": compare_results(old, result)}
 
     return conduct(comparison, finish)
 
@@ -231,22 +217,12 @@ def repeat(against: Path | None, out: Path, context: typer.Context) -> int:
         BadOption: there is no older result, or options were given that would change the comparison.
     """
     if against is None:
-        raise BadOption(
-            option="--model",
-            value=None,
-            reason="say what to train, or give --against an older report.json to repeat it",
-        )
-    given = [
-        name
-        for name in context.params
-        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE" and name not in ("against", "out")
-    ]
-    if given:
-        raise BadOption(
-            option="--" + given[0].replace("_", "-"),
-            value=context.params[given[0]],
-            reason="without --model the old comparison is repeated unchanged; give --model to change options",
-        )
+        reason = "say what to train, or give --against an older report.json to repeat it"
+        raise BadOption(option="--model", value=None, reason=reason)
+    if given := chosen_options(context) - {"against", "out"}:
+        name = min(given, key=list(context.params).index)
+        reason = "without --model the old comparison is repeated unchanged; give --model to change options"
+        raise BadOption(option="--" + name.replace("_", "-"), value=context.params[name], reason=reason)
     need_packages()
     from tunecompile.cli.compare.against import repeated
     from tunecompile.cli.compare.result import load_result

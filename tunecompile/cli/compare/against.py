@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from tunecompile.cli.compare.curves import batch_noise
 from tunecompile.cli.compare.data import digest
@@ -20,30 +21,13 @@ from tunecompile.verification.tolerance import LIMIT, ORDER, TIE
 SLACK = 0.02  # relative changes by clocks, allocators and other processes from one day to the next
 PATHS = ("adapter", "gradients")  # settings that say where to save
 SAME, APART = "same", "not comparable"
-OPTIONS = (  # other values make another measurement
-    "mode",
-    "trainer",
-    "loss",
-    "steps",
-    "batch",
-    "seq_len",
-    "batching",
-    "pad_to",
-    "too_long",
-    "lr",
-    "seed",
-    "dtype",
-    "checkpointing",
-    "layers",
-    "rank",
-    "alpha",
-    "held_out",
-    "gpus",
-    "parallel",
-)
+#: fields of a job in which two results may differ, or which are compared otherwise: rows of tables have their shapes
+FREE = {*PATHS, "system", "model", "data", "shapes", "device", "repeat"}
+FREE |= {"questions", "saved_bytes", "launches", "trust_cache"}
 CHECKS = (("tunecompile", "gradients"), ("tunecompile-fp8", "reduced_gradients"))  # fields with a system's gradients
 
 Extent = tuple[float, float, float]  # a figure, and the lowest and highest value of its spread
+Reader = Callable[[dict], "Extent | None"]
 
 
 @dataclass(frozen=True)
@@ -51,11 +35,32 @@ class Figure:
     """One figure of a run, and the words for its changes."""
 
     name: str
-    read: Callable[[dict], Extent | None]
+    read: Reader
     worse: str
     better: str
+    form: str
     more_is_better: bool = False
-    form: str = ",.2f"
+
+    def shown(self, extent: Extent | None) -> str:
+        """The value, with its spread if it has one."""
+        if extent is None:
+            return "not measured"
+        value, low, high = (format(number, self.form) for number in extent)
+        return value if low == high else f"{value} ({low} to {high})"
+
+    def compare(self, old: Extent | None, new: Extent | None, slack: float = SLACK, least: float = 0.0) -> dict:
+        """The row of a figure: it has changed if the spreads do not overlap, and the values differ by more than slack.
+
+        Values below `least` are rounding, and count as equal.
+        """
+        row = {"figure": self.name, "before": self.shown(old), "now": self.shown(new)}
+        if old is None or new is None:
+            return row | {"verdict": APART, "worse": False}
+        before, now = max(old[0], least), max(new[0], least)
+        beyond = abs(now - before) > slack * abs(before) and (new[1] > old[2] or new[2] < old[1])
+        worse = beyond and (now < before) == self.more_is_better
+        verdict = (self.worse if worse else self.better) if beyond else SAME
+        return row | {"change": new[0] / old[0] - 1 if old[0] else 0.0, "verdict": verdict, "worse": worse}
 
 
 # ---------------------------------------------------------------- before anything runs
@@ -67,14 +72,15 @@ def check_like(path: str | Path, old: dict, job: Job, model: str, machine: dict)
     Raises:
         NotComparable: it differs; the message names every difference.
     """
-    settings, runs = old["settings"], old["runs"]
-    pairs = [
-        ("model", runs[0]["model"], model),
+    settings, used = old["settings"], "gpu" if job.device == "cuda" else "cpu"
+    pairs: list[tuple[str, Any, Any]] = [
+        ("model", old["runs"][0]["model"], model),
         ("device", settings.get("device"), job.device),
-        ("machine", device_of(old["machine"], job.device), device_of(machine, job.device)),
+        ("machine", old["machine"][used], machine[used]),
     ]
-    defaults = {field.name: field.default for field in dataclasses.fields(Job)}
-    pairs += [(name, settings.get(name, defaults[name]), getattr(job, name)) for name in OPTIONS]
+    for field in dataclasses.fields(Job):
+        if field.name not in FREE:
+            pairs.append((field.name, settings.get(field.name, field.default), getattr(job, field.name)))
     pairs.append(("data", Path(settings.get("data") or "").name, Path(job.data or "").name))
     if job.data and "data_sha256" in settings:
         pairs.append(("rows of the data", settings["data_sha256"][:12], digest(job.data)[:12]))
@@ -83,16 +89,11 @@ def check_like(path: str | Path, old: dict, job: Job, model: str, machine: dict)
         raise NotComparable(path=path, differences="; ".join(apart))
 
 
-def device_of(machine: dict, device: str) -> str:
-    """The name of the GPU or CPU that was used."""
-    return machine["gpu"] if device == "cuda" else machine["cpu"]
-
-
 def repeated(old: dict) -> tuple[Job, dict]:
     """The job of an old result, and the other arguments of its `Comparison`."""
     settings = old["settings"]
-    known = {field.name for field in dataclasses.fields(Job)}
-    job = Job(**{name: value for name, value in settings.items() if name in known and name not in PATHS})
+    known = {field.name for field in dataclasses.fields(Job)} - {*PATHS}
+    job = Job(**{name: value for name, value in settings.items() if name in known})
     more = {
         "name": old["runs"][0]["model"],
         "turns": settings.get("turns", False),
@@ -124,14 +125,8 @@ def compare_runs(system: str, shape: str, old: dict | None, new: dict | None) ->
         broken = old is not None and old["status"] == "ok" and new is not None and new["status"] != "not installed"
         statuses = {"before": old["status"] if old else "not run", "now": new["status"] if new else "not run"}
         return [common | statuses | {"figure": "whole run", "verdict": "fails" if broken else APART, "worse": broken}]
-    rows = []
-    for figure in FIGURES:
-        before, now = figure.read(old), figure.read(new)
-        if before is not None and now is not None:
-            rows.append(common | judged(figure, before, now, SLACK))
-        elif before or now:
-            rows.append(common | apart(figure, before, now))
-    return rows
+    pairs = [(figure, figure.read(old), figure.read(new)) for figure in FIGURES]
+    return [common | figure.compare(before, now) for figure, before, now in pairs if before or now]
 
 
 def compare_errors(system: str, old: list[dict], new: list[dict]) -> list[dict]:
@@ -142,63 +137,21 @@ def compare_errors(system: str, old: list[dict], new: list[dict]) -> list[dict]:
     groups = [{"all parameters": rows} | families(rows) if rows else {} for rows in (old, new)]
     rows = []
     for name in dict.fromkeys([*groups[0], *groups[1]]):
-        figure = dataclasses.replace(ERROR, name=f"gradient error, {name}")
-        before, now = (
-            point(median([row["error"] for row in group[name]])) if name in group else None for group in groups
-        )
-        if before is None or now is None:
-            found = apart(figure, before, now)
-        else:
-            whole = name == "all parameters"
-            found = judged(figure, before, now, (TIE if whole else LIMIT) - 1, least=ORDER)
-            if found["verdict"] == SAME and not whole:
-                continue
-        rows.append({"system": system, "shape": ""} | found)
+        whole = name == "all parameters"
+        figure = Figure(f"gradient error, {name}", point, "less exact", "more exact", ".2e")
+        errors = [median(row["error"] for row in group[name]) if name in group else None for group in groups]
+        row = figure.compare(*map(point, errors), slack=(TIE if whole else LIMIT) - 1, least=ORDER)
+        if whole or row["verdict"] != SAME:
+            rows.append({"system": system, "shape": ""} | row)
     return rows
-
-
-def judged(figure: Figure, old: Extent, new: Extent, slack: float, least: float = 0.0) -> dict:
-    """Judge a figure: it has changed if the spreads do not overlap, and the values differ by more than the slack.
-
-    Values below `least` are rounding, and count as equal.
-    """
-    sign = -1 if figure.more_is_better else 1
-    distance = max(new[0], least) - max(old[0], least)
-    beyond = abs(distance) > slack * abs(max(old[0], least)) and (new[1] > old[2] or new[2] < old[1])
-    worse = beyond and sign * distance > 0
-    return {
-        "figure": figure.name,
-        "before": shown(figure, old),
-        "now": shown(figure, new),
-        "change": new[0] / old[0] - 1 if old[0] else 0.0,
-        "verdict": (figure.worse if worse else figure.better) if beyond else SAME,
-        "worse": worse,
-    }
-
-
-def apart(figure: Figure, old: Extent | None, new: Extent | None) -> dict:
-    """The row of a figure that only one of the results has."""
-    return {
-        "figure": figure.name,
-        "before": format(old[0], figure.form) if old else "not measured",
-        "now": format(new[0], figure.form) if new else "not measured",
-        "verdict": APART,
-        "worse": False,
-    }
-
-
-def shown(figure: Figure, extent: Extent) -> str:
-    """The value, with its spread if it has one."""
-    value, low, high = (format(number, figure.form) for number in extent)
-    return value if low == high else f"{value} ({low} to {high})"
 
 
 # ---------------------------------------------------------------- figures and their spread
 
 
-def point(value: float) -> Extent:
+def point(value: float | None) -> Extent | None:
     """A value without a spread."""
-    return value, value, value
+    return None if value is None else (value, value, value)
 
 
 def speed(run: dict) -> Extent:
@@ -210,7 +163,7 @@ def speed(run: dict) -> Extent:
     return value, value * middle / (middle + slower), value * middle / (middle - faster)
 
 
-def plain(key: str, scale: float = 1) -> Callable[[dict], Extent | None]:
+def plain(key: str, scale: float = 1) -> Reader:
     """Reads a figure by its key, divided by the scale; its spread is the range over seeds."""
 
     def read(run: dict) -> Extent | None:
@@ -222,30 +175,23 @@ def plain(key: str, scale: float = 1) -> Callable[[dict], Extent | None]:
     return read
 
 
-def loss(key: str, read: Callable[[dict], float | None]) -> Callable[[dict], Extent | None]:
+def loss(key: str) -> Reader:
     """Reads a loss; its spread is the range over seeds, or the noise of a batch for a single seed."""
 
-    def extent(run: dict) -> Extent | None:
-        value = read(run)
+    def read(run: dict) -> Extent | None:
+        value = run["losses"][-1] if key == "last_loss" else run.get(key)
         if value is None:
             return None
         noise = batch_noise(run["losses"])
         return value, *run.get("spread", {}).get(key, (value - noise, value + noise))
 
-    return extent
+    return read
 
 
 FIGURES = (
-    Figure("tokens/s", speed, "slower", "faster", more_is_better=True, form=",.0f"),
-    Figure("peak memory, GiB", plain("peak_gib"), "more memory", "less memory"),
-    Figure("saved for backward, MiB", plain("saved_bytes", 2**20), "more memory", "less memory", form=",.1f"),
-    Figure("last loss", loss("last_loss", lambda run: run["losses"][-1]), "less exact", "more exact", form=".4f"),
-    Figure(
-        "held-out loss",
-        loss("held_out_after", lambda run: run.get("held_out_after")),
-        "less exact",
-        "more exact",
-        form=".4f",
-    ),
+    Figure("tokens/s", speed, "slower", "faster", ",.0f", more_is_better=True),
+    Figure("peak memory, GiB", plain("peak_gib"), "more memory", "less memory", ",.2f"),
+    Figure("saved for backward, MiB", plain("saved_bytes", 2**20), "more memory", "less memory", ",.1f"),
+    Figure("last loss", loss("last_loss"), "less exact", "more exact", ".4f"),
+    Figure("held-out loss", loss("held_out_after"), "less exact", "more exact", ".4f"),
 )
-ERROR = Figure("gradient error", lambda row: point(row["error"]), "less exact", "more exact", form=".2e")

@@ -22,40 +22,32 @@ class UserConfig:
     left: list[str] = field(default_factory=list)  #: keys that compare has nothing for
 
 
-def _number(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value in (None, "", "auto") else kind(value)
-
-
 def _positive(value: Any) -> int | None:
-    return int(value) if value is not None and int(value) > 0 else None
+    return int(value) if int(value) > 0 else None
 
 
 def _packed(value: Any) -> str:
     return "packed" if value else "padded"
 
 
-def _data(value: Any) -> str | None:
+def _data(value: Any) -> Path | None:
     """A local file of JSON Lines; None for a data set of the hub."""
-    return str(value) if value and str(value).endswith((".jsonl", ".json")) else None
+    return Path(value) if value and str(value).endswith((".jsonl", ".json")) else None
 
 
 def _dtype(value: Any) -> str | None:
-    name = str(value).removeprefix("torch.")
+    name = "bfloat16" if value is True else str(value).removeprefix("torch.")
     return name if name in ("float32", "bfloat16") else None
-
-
-def _bf16(value: Any) -> str | None:
-    return "bfloat16" if value is True else None
 
 
 Reader = tuple[str, Callable[[Any], Any]]
 SHARED: dict[str, Reader] = {
-    "learning_rate": ("lr", _number(float)),
-    "seed": ("seed", _number(int)),
+    "learning_rate": ("lr", float),
+    "seed": ("seed", int),
     "gradient_checkpointing": ("gradient_checkpointing", bool),
     "lora_r": ("rank", _positive),
     "lora_alpha": ("alpha", _positive),
-    "bf16": ("dtype", _bf16),
+    "bf16": ("dtype", _dtype),
 }
 TRL: dict[str, Reader] = {
     **SHARED,
@@ -92,30 +84,28 @@ def read_config(path: Path) -> UserConfig:
         import yaml
     except ImportError as missing:
         raise MissingExtra(what="compare --config", package="pyyaml", extra="hf") from missing
+
+    def refused(reason: str) -> BadOption:
+        return BadOption(option="--config", value=str(path), reason=reason)
+
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise BadOption(option="--config", value=str(path), reason=f"it cannot be read ({error})") from error
+        raise refused(f"it cannot be read ({error})") from error
     if not isinstance(found, Mapping) or not {"base_model", "model_name_or_path"} & found.keys():
-        raise BadOption(
-            option="--config",
-            value=str(path),
-            reason="it names neither model_name_or_path (TRL) nor base_model (axolotl)",
-        )
-    host, table = ("axolotl", AXOLOTL) if "base_model" in found else ("trl", TRL)
+        raise refused("it names neither model_name_or_path (TRL) nor base_model (axolotl)")
     if found.get("load_in_8bit"):
-        raise BadOption(option="--config", value=str(path), reason="compare has no systems with weights in 8 bits")
-    options = {"qlora": False, "lora": False, "full": False, _mode(host, found): True}
-    left = [key for key in found if key not in table and key not in READ_APART and key not in SILENT]
+        raise refused("compare has no systems with weights in 8 bits")
+    host, table = ("axolotl", AXOLOTL) if "base_model" in found else ("trl", TRL)
+    options: dict[str, Any] = {"qlora": False, "lora": False, "full": False, _mode(host, found): True}
     for key, (name, read) in table.items():
-        if found.get(key) is not None and (value := read(found[key])) is not None:
+        if found.get(key) not in (None, "", "auto") and (value := read(found[key])) is not None:
             options[name] = value
     if data := _first_data(found):
-        options["data"] = Path(data)
-    elif isinstance(options.get("data"), str):
-        options["data"] = Path(options["data"])
+        options["data"] = data
     if host == "axolotl" and found.get("rl"):
         options["loss"] = str(found["rl"])
+    left = [key for key in found if key not in table and key not in READ_APART | SILENT]
     return UserConfig(host, options, {name: options.pop(name) for name in OF_JOB if name in options}, left)
 
 
@@ -125,15 +115,12 @@ def _mode(host: str, found: Mapping[str, Any]) -> str:
     return "full" if not adapted else "qlora" if packed else "lora"
 
 
-def _first_data(found: Mapping[str, Any]) -> str | None:
+def _first_data(found: Mapping[str, Any]) -> Path | None:
     """The first local file among several data sets, which both hosts list alike."""
     for each in found.get("datasets") or ():
         if isinstance(each, Mapping):
-            names = [each.get("path"), *_listed(each.get("data_files"))]
-            if path := next((name for name in map(_data, names) if name), None):
+            files = each.get("data_files")
+            names = [each.get("path"), *(files if isinstance(files, list) else [files])]
+            if path := next(filter(None, map(_data, names)), None):
                 return path
     return None
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
