@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tunecompile
 from tests.support import zoo
@@ -27,6 +28,15 @@ def test_what_is_saved_is_what_is_built(tmp_path, name, quantise):
     built = build_shape_model(name, dtype=torch.bfloat16, **what).state_dict()
     assert set(loaded) == set(built) and all(loaded[name].equal(built[name]) for name in built)
     assert any("quant_map" in name for name in built) == quantise
+
+
+def test_stacks_of_experts_are_saved_as_they_are(tmp_path):
+    """No loader knows them in 4 bits, and it packs them by itself."""
+    pytest.importorskip("bitsandbytes")
+    save_shape_model("mixture-tiny", str(tmp_path), seed=0, device="cpu", layers=1, quantise=True)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.bfloat16
+    assert saved["model.layers.0.self_attn.q_proj.weight"].dtype == torch.uint8
 
 
 @pytest.mark.slow

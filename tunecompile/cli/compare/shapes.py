@@ -6,7 +6,6 @@ the whole model, and every process draws the same values. Speed and memory do no
 
 from __future__ import annotations
 
-import json
 import zlib
 from pathlib import Path
 
@@ -71,6 +70,7 @@ def build_shape_model(
     layers: int | None = None,
     storage: torch.dtype = torch.uint8,
     gpus: int = 1,
+    to_save: bool = False,
 ) -> nn.Module:
     """A random model of a shape.
 
@@ -83,6 +83,7 @@ def build_shape_model(
         layers: number of layers; None: all.
         storage: dtype of the bytes of quantised weights.
         gpus: number of GPUs over which the layers are spread.
+        to_save: leave stacks of experts as they are, in host memory: files have no form for them in NF4.
     """
     config = shape_config(name, layers)
     model = empty_model(config)
@@ -100,8 +101,9 @@ def build_shape_model(
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 value = random_weight(f"{path}.{key}", parameter.shape, seed, device).to(dtype)
-                setattr(module, key, nn.Parameter(value))
-                if quantise and is_stack(module, key):
+                stack = quantise and is_stack(module, key)
+                setattr(module, key, nn.Parameter(value.cpu() if stack and to_save else value))
+                if stack and not to_save:
                     pack(module, key, "nf4")
         for key, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[key] = buffer.to(device)
@@ -118,64 +120,26 @@ def build_shape_model(
 def save_shape_model(
     name: str, folder: str, *, seed: int, device: str, layers: int | None = None, quantise: bool = False
 ) -> None:
-    """Save the same weights as a folder of safetensors, one file a layer, for systems that only load from disk.
+    """Save the same weights as a folder of safetensors, for systems that only load from disk.
 
     Weights are in bfloat16, or with `quantise` the linears of decoder layers in NF4, as bitsandbytes saves them. (In
     bfloat16 a model of 70B parameters exceeds the memory of most machines.)
     """
-    from safetensors.torch import save_file
-
-    out = Path(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    config = shape_config(name, layers)
-    config.architectures = [type(empty := empty_model(config)).__name__]
-    config.dtype = torch.bfloat16
+    how = {"device": device, "seed": seed, "layers": layers}
+    model = build_shape_model(name, quantise=quantise, dtype=torch.bfloat16, to_save=True, **how)
     if quantise:
         from transformers import BitsAndBytesConfig
 
-        config.quantization_config = BitsAndBytesConfig(
+        linears = {path.rpartition(".")[2] for path, each in model.named_modules() if isinstance(each, nn.Linear)}
+        model.config.quantization_config = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
-            llm_int8_skip_modules=sorted(_linears(empty) - {*TARGETS}),  # loaders take all others for packed ones
+            llm_int8_skip_modules=sorted(linears - {*TARGETS}),  # loaders take all others for packed ones
         )
-    config.save_pretrained(out)
-    groups: dict[str, list[str]] = {}
-    for path, _ in empty.named_parameters():  # tied weights appear once
-        parts = path.split(".")
-        groups.setdefault(parts[2] if parts[1] == "layers" else "rest", []).append(path)
-    index = {}
-    for group, members in groups.items():
-        file = f"model-{group}.safetensors"
-        tensors = {
-            key: value.cpu()
-            for path in members
-            for key, value in saved_weight(empty, path, seed, device, quantise).items()
-        }
-        save_file(tensors, out / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(tensors, file)
-    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    save_tiny_tokenizer(out)
-
-
-def _linears(model: nn.Module) -> set[str]:
-    """The last names of a model's linears."""
-    return {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-
-
-def saved_weight(empty: nn.Module, path: str, seed: int, device: str, quantise: bool) -> dict[str, torch.Tensor]:
-    """The tensors that a file has for one parameter of the model."""
-    owner, _, key = path.rpartition(".")
-    weight = random_weight(path, empty.get_parameter(path).shape, seed, device)
-    if not quantise or key != "weight" or owner.rpartition(".")[2] not in TARGETS:
-        return {path: weight}
-    linear = quantised_linear(empty.get_submodule(owner), weight, torch.bfloat16, torch.uint8)
-    return {
-        f"{owner}.{name}": value
-        for name, value in linear.state_dict().items()
-        if name.startswith(key) and not value.is_meta
-    }
+    model.save_pretrained(folder, save_original_format=False)  # stacks of experts keep their names
+    save_tiny_tokenizer(Path(folder))
 
 
 def save_tiny_tokenizer(folder: Path) -> None:
