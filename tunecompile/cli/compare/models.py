@@ -33,9 +33,8 @@ def check_model(model: str) -> None:
         return
     if folder.exists():
         if not (folder / "config.json").is_file():
-            raise missing(
-                "the path exists but has no config.json" if folder.is_dir() else "that is a file, not a folder"
-            )
+            reason = "the path exists but has no config.json" if folder.is_dir() else "that is a file, not a folder"
+            raise missing(reason)
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
         raise missing("no such folder")
 
@@ -60,16 +59,9 @@ def load_base(job: Job) -> nn.Module:
     shards = job.processes > 1 and job.parallel in ("fsdp2", "zero3")  # which shard floats only
     storage = dtype if shards else torch.uint8
     if is_shape(job.model):
-        return build_shape_model(
-            job.model,
-            quantise=job.mode == "qlora",
-            dtype=dtype,
-            device=job.device,
-            gpus=job.gpus if job.placed else 1,
-            seed=job.seed,
-            layers=job.layers,
-            storage=storage,
-        )
+        how = {"quantise": job.mode == "qlora", "dtype": dtype, "device": job.device, "storage": storage}
+        gpus = job.gpus if job.placed else 1
+        return build_shape_model(job.model, **how, gpus=gpus, seed=job.seed, layers=job.layers)
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     quantisation = None
@@ -81,18 +73,15 @@ def load_base(job: Job) -> nn.Module:
             bnb_4bit_compute_dtype=dtype,
             bnb_4bit_quant_storage=storage,
         )
-    return AutoModelForCausalLM.from_pretrained(
-        job.model, quantization_config=quantisation, dtype=dtype, **placement(job)
-    )
+    how = {"quantization_config": quantisation, "dtype": dtype}
+    return AutoModelForCausalLM.from_pretrained(job.model, **how, **placement(job))
 
 
 def placement(job: Job) -> dict:
     """Arguments of loading for the device: this process's, or all GPUs with balanced layers."""
     if job.placed and job.device == "cuda":
-        return {
-            "device_map": "balanced",
-            "max_memory": {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(job.gpus)},
-        }
+        free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(job.gpus)}
+        return {"device_map": "balanced", "max_memory": free}
     return {"device_map": {"": torch.cuda.current_device() if job.device == "cuda" else job.device}}
 
 
@@ -220,9 +209,7 @@ def set_initial_adapter(model: nn.Module, seed: int, b_scale: float = 0.0) -> No
         if "lora_A" in name:
             parameter.copy_(named_values(short_name(name), parameter, (3 * parameter.shape[1]) ** -0.5, seed))
         elif "lora_B" in name:
-            parameter.copy_(
-                named_values(short_name(name), parameter, b_scale, seed) if b_scale else torch.zeros_like(parameter)
-            )
+            parameter.copy_(named_values(short_name(name), parameter, b_scale, seed))
 
 
 # ---------------------------------------------------------------- the reference
