@@ -3,7 +3,7 @@
 As in Liger's fused loss (Hsu et al., 2024, arXiv:2410.10989) and Apple's cut cross-entropy (Wijmans et al., 2024,
 arXiv:2411.09009)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Optional
 
 import torch
@@ -157,7 +157,7 @@ def linear_cross_entropy(
     for part in chunks_of(step_rows(weight, train_weight), labels, ignore_index):
         x, target = hidden[part], labels[part]
         logits = logits_of(x, weight, bias, inner, outer, part)
-        losses, dlogits = losses_and_gradient(
+        losses, dlogits, _ = losses_and_gradient(
             logits, target, scale, softcap, ignore_index, label_smoothing, raised(logits)
         )
         loss += losses.sum()
@@ -259,7 +259,7 @@ def _refuse(logits: Tensor, scale: float) -> Note | None:
 
 @row_losses.provider("triton", because="two reads and one write of the logits", refuses=_refuse)
 def _(logits, target, scale, softcap, ignore_index, label_smoothing):
-    return _by_template(logits.clone(), target, scale, softcap, ignore_index, label_smoothing, None, True)
+    return _by_template(logits.clone(), target, scale, softcap, ignore_index, label_smoothing, None, True)[:2]
 
 
 def runs_template(logits: Tensor, target: Tensor, scale: float, softcap: float) -> bool:
@@ -276,44 +276,42 @@ def losses_and_gradient(
     label_smoothing: float,
     factors: Tensor | None = None,
     gradient: bool = True,
-) -> tuple[Tensor, Tensor]:
+    names: Sequence[str] = (),
+    rises: Tensor | None = None,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the loss of each row and, with `gradient`, that of the sum of factors times losses.
 
     Args:
         logits: as all that follow, those of `row_losses`. They may be overwritten.
         factors: [T], of each row's gradient, not of its loss; None for ones.
         gradient: whether there is one.
+        names: of `STATISTICS`, which are of rows that all have a label, without smoothing.
+        rises: [T], of the rows' entropies, which are added to what the gradient is of; None for zeros.
 
     Returns:
-        As `row_losses`; without `gradient` the second is the logits.
+        (losses, gradient, statistics): the first two as `row_losses`; without `gradient` the second is the logits.
     """
     compute = _by_template if runs_template(logits, target, scale, softcap) else by_torch
-    return compute(logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient)[:2]
+    return compute(logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient, names, rises)
 
 
-def _by_template(logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient):
+def _by_template(
+    logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient, names=(), rises=None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     from tunecompile.templates import cross_entropy
 
-    losses, _ = cross_entropy.loss_and_grad_(
-        logits,
-        target,
-        ignore_index=ignore_index,
-        softcap=softcap or None,
-        scale=scale,
-        label_smoothing=label_smoothing,
-        grad=gradient,
-        factors=factors,
-    )
-    return losses, logits
+    how = {"softcap": softcap or None, "scale": scale, "grad": gradient, "factors": factors if gradient else None}
+    if names or rises is not None:
+        losses, values = cross_entropy.statistics_and_grad_(logits, target, names, entropy_factors=rises, **how)
+        return losses, logits, values
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return cross_entropy.loss_and_grad_(logits, target, **options, **how)[0], logits, {}
 
 
 def by_torch(
     logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient, names=(), rises=None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(losses, gradient, statistics) of rows; the first two as `losses_and_gradient` returns them.
-
-    To the gradient that of the sum of `rises` times the rows' entropies is added, where they are given.
-    """
+    """What `losses_and_gradient` returns."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     z, t = wide * scale if scale != 1.0 else wide, None
     if softcap:

@@ -7,9 +7,17 @@ from torch import Tensor
 
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, op
-from tunecompile.ops.linear_cross_entropy import add_gradients, chunks_of, logits_of, losses_and_gradient, step_rows
+from tunecompile.ops.linear_cross_entropy import (
+    RAISED,
+    add_gradients,
+    chunks_of,
+    logits_of,
+    losses_and_gradient,
+    raised,
+    step_rows,
+)
 
-__all__ = ["linear_cross_entropy_rows", "linear_cross_entropy_rows_backward"]
+__all__ = ["linear_cross_entropy_rows", "linear_cross_entropy_rows_backward", "row_gradients", "score_rows"]
 
 
 @op(cost=Cost.MATMUL, opaque=True)
@@ -53,23 +61,41 @@ def linear_cross_entropy_rows(
         (losses, dhidden). The losses are [T] in fp32, or fp64 for fp64; dhidden, of rows whose losses count once
         each, is as hidden (fp32 for fp16, where no loss scaler has scaled it yet) if it alone is trained, else [0].
     """
+    ahead = train_hidden and not train_weight and inner is None
+    head = (hidden, weight, bias, inner, outer)
+    return score_rows(*head, labels, scale, softcap, ignore_index, label_smoothing, ahead)[:2]
+
+
+def score_rows(
+    hidden, weight, bias, inner, outer, labels, scale, softcap, ignore_index, label_smoothing, ahead, names=()
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(losses, the gradient of their sum at the hidden states if `ahead`, statistics by name), a chunk at a time.
+
+    Products have the same shape, whatever is trained.
+    """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     losses = torch.zeros(hidden.shape[:1], dtype=wide, device=hidden.device)
     dhidden = torch.zeros(
-        hidden.shape if train_hidden and not train_weight and inner is None else (0,),
+        hidden.shape if ahead else (0,),
         dtype=wide if hidden.dtype == torch.float16 else hidden.dtype,
         device=hidden.device,
     )
+    values = {name: torch.empty_like(losses, dtype=torch.bool if name == "is_top1" else wide) for name in names}
     if is_fake(labels):
-        return losses, dhidden
+        return losses, dhidden, values
     for part in chunks_of(step_rows(weight, False), labels, ignore_index):
         logits = logits_of(hidden[part], weight, bias, inner, outer, part)
-        losses[part], dlogits = losses_and_gradient(
-            logits, labels[part], scale, softcap, ignore_index, label_smoothing, gradient=bool(dhidden.numel())
+        factors = raised(logits) if ahead else None
+        losses[part], dlogits, found = losses_and_gradient(
+            logits, labels[part], scale, softcap, ignore_index, label_smoothing, factors, ahead, names
         )
-        if dhidden.numel():
+        for name in names:
+            values[name][part] = found[name]
+        if ahead:
             dhidden[part] = (dlogits @ weight).to(dhidden.dtype)
-    return losses, dhidden
+    if hidden.dtype == torch.float16:
+        dhidden.div_(RAISED)
+    return losses, dhidden, values
 
 
 @linear_cross_entropy_rows.backward(
@@ -116,28 +142,46 @@ def linear_cross_entropy_rows_backward(
     Returns:
         [dhidden, dweight, dbias, dinner, douter], in the inputs' shapes and dtypes; [0] for what is not trained or
         absent."""
+    head = (hidden, weight, bias, inner, outer)
+    if train_weight or inner is not None:
+        options = (scale, softcap, ignore_index, label_smoothing)
+        return row_gradients(grad, None, *head, labels, *options, train_hidden, train_weight)
+    counted = torch.where(labels != ignore_index, grad, 0)[:, None]
+    first = out1 * counted if train_hidden else torch.zeros_like(out1)
+    return [first.to(hidden.dtype), *(torch.zeros((0,), dtype=weight.dtype, device=weight.device) for _ in head[1:])]
+
+
+def row_gradients(
+    grad,
+    rises,
+    hidden,
+    weight,
+    bias,
+    inner,
+    outer,
+    labels,
+    scale,
+    softcap,
+    ignore_index,
+    label_smoothing,
+    train_hidden,
+    train_weight,
+) -> list[Tensor]:
+    """The gradients of the sum of grad times losses, and of rises times entropies if given: logits are made again."""
     like, wide = (hidden, weight, bias, inner, outer), grad.dtype
-    if not train_weight and inner is None:
-        counted = torch.where(labels != ignore_index, grad, 0)[:, None]
-        first = out1 * counted if train_hidden else torch.zeros_like(out1)
-        return [
-            first.to(hidden.dtype),
-            *(torch.zeros((0,), dtype=weight.dtype, device=weight.device) for _ in like[1:]),
-        ]
-    trained = (train_hidden, train_weight, train_weight, True, True)
     made = [
         torch.zeros(
             of.shape if of is not None and wanted else (0,),
             dtype=hidden.dtype if of is hidden else wide,
             device=hidden.device,
         )
-        for of, wanted in zip(like, trained)
+        for of, wanted in zip(like, (train_hidden, train_weight, train_weight, True, True))
     ]
-    if not is_fake(labels):
-        for part in chunks_of(step_rows(weight, train_weight), labels, ignore_index):
-            logits = logits_of(hidden[part], weight, bias, inner, outer, part)
-            _, dlogits = losses_and_gradient(
-                logits, labels[part], scale, softcap, ignore_index, label_smoothing, grad[part].contiguous()
-            )
-            add_gradients(dlogits, hidden[part], weight, inner, outer, part, *made)
+    for part in () if is_fake(labels) else chunks_of(step_rows(weight, train_weight), labels, ignore_index):
+        logits = logits_of(hidden[part], weight, bias, inner, outer, part)
+        given = [None if of is None else of[part].contiguous() for of in (grad, rises)]
+        _, dlogits, _ = losses_and_gradient(
+            logits, labels[part], scale, softcap, ignore_index, label_smoothing, given[0], rises=given[1]
+        )
+        add_gradients(dlogits, hidden[part], weight, inner, outer, part, *made)
     return [out.to(weight.dtype if of is None else of.dtype) for out, of in zip(made, like)]
