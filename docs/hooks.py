@@ -201,13 +201,13 @@ def ops_table() -> Iterator[str]:
             f"`{p.name}`" + (f" ({p.precision})" if p.precision else "") + (f": {p.because}" if p.because else "")
             for p in op.providers
         ]
-        cost = "called as it is" if op.opaque else op.cost.name
+        cost = "called as it is" if op.opaque and not op.providers else op.cost.name
         rows.append(
             [
                 f"[`{op.name}`][{source_of(op.reference)}]",
                 cost,
                 "; ".join(filter(None, notes)),
-                "<br>".join([*providers, *([] if op.opaque else ["`reference`"])]),
+                "<br>".join([*providers, "`reference`, called as it is" if op.opaque else "`reference`"]),
             ]
         )
     yield table(["op", "cost", "related ops", "providers, in the order in which they are asked"], rows)

@@ -28,10 +28,12 @@ __all__ = ["PASS"]
 def run(graph: Graph, context: Context) -> None:
     for node in list(graph.nodes):
         op = OPS.get(node.target) if node.op == "call_function" else None
-        if op is None or op.opaque:
+        if op is None:
             continue
         values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
         provider = op.choose(values, context.precision)
+        if op.opaque and provider.run is op.reference:
+            continue
         try:
             expand(graph, node, _bind(provider.run, op, node), context.traced, context.trial)
         except Exception as error:  # the reference computes the same, only slower
@@ -39,7 +41,8 @@ def run(graph: Graph, context: Context) -> None:
                 raise
             why = f"{type(error).__name__}: {str(error)[:200]}"
             context.notes.append(note("provider-failed", op.name, why, provider=provider.name))
-            expand(graph, node, op.reference, context.traced, context.trial)
+            if not op.opaque:
+                expand(graph, node, op.reference, context.traced, context.trial)
 
 
 def _bind(run: Callable, op: Op, node: Node) -> Callable:

@@ -19,7 +19,7 @@ def run(graph: Graph, context: Context) -> None:
         choose_beside(device, context)
     for node in graph.nodes:
         op = OPS.get(node.target) if node.op == "call_function" else None
-        if op is None or op.opaque:
+        if op is None or (op.opaque and not op.providers):
             continue
         values = torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])
         provider = choose(op, values, context)

@@ -241,11 +241,8 @@ def gradients_kernel(
         # their gradients: that of the state that leaves comes in with the last
         decay_next = tl.exp(rate_next[:, :, None] * rates[None, :, :])
         decay_next = tl.where((i + 1 < C)[:, None, None], decay_next * after[:, None, None], 1.0)
-        passed = given[:, :, None] * rows_c
-        last = (i == C - 1)[:, None, None]
-        _, back = tl.associative_scan(
-            (decay_next, passed + tl.where(last, leaving[None, :, :], 0.0)), 0, joined, reverse=True
-        )
+        passed = given[:, :, None] * rows_c + tl.where((i == C - 1)[:, None, None], leaving[None, :, :], 0.0)
+        _, back = tl.associative_scan((decay_next, passed), 0, joined, reverse=True)
         to_c += tl.sum(given[:, :, None] * state, 1)
         to_b += tl.sum(back * (rate * value)[:, :, None], 1)
         to_added = tl.sum(back * rows_b, 2)
@@ -282,9 +279,8 @@ def chunk_ends(x, dt, a, b, documents=None, reverse=False):
 
     Args:
         x: [B, T, D]; reverse, the gradient of the results.
-        dt, a: those of `forward`.
+        dt, a, documents: those of `forward`.
         b: [B, T, N]; reverse, c.
-        documents: the number of each token's document, int [T]; or None.
         reverse: whether tokens are taken from the last to the first.
 
     Returns:
@@ -305,8 +301,7 @@ def starts(states, total, a, documents, tokens, last=None):
 
     Args:
         states, total: from `chunk_ends`; total from the forward's.
-        a: that of `forward`.
-        documents: the number of each token's document, int [T]; or None.
+        a, documents: those of `forward`.
         tokens: of a row.
         last: the gradient of the final state, [B, D, N], contiguous, to go backward; None to go forward.
 
@@ -373,8 +368,7 @@ def forward(x, dt, a, b, c, documents=None):
         x: [B, T, D], contiguous, any floating dtype.
         dt: as x, in any floating dtype.
         a: [D, N], contiguous, at most 0.
-        b: [B, T, N], contiguous.
-        c: as b.
+        b, c: [B, T, N], contiguous.
         documents: the number of each token's document, int [T], for B = 1; or None.
 
     Returns:

@@ -29,6 +29,11 @@ def halved_in_a_test(x: Tensor) -> Tensor:
     return x / 2
 
 
+@op(cost=Cost.POINTWISE, opaque=True)
+def kept_in_a_test(x: Tensor) -> Tensor:
+    return x / 2
+
+
 @pytest.fixture
 def traces(monkeypatch):  # with it, caches of other tests are set aside (tests/conftest.py)
     """Functions that were traced."""
@@ -95,6 +100,24 @@ def test_what_is_traced_anew(operation, arguments, static, traces):
     for count in (1, 2):
         lowered(operation, arguments, FakeTensorMode(shape_env=ShapeEnv()), static)
         assert len(traces) == count
+
+
+@pytest.mark.parametrize("provider", ["absent", "refuses", "fails", "runs"])
+def test_an_opaque_op_stays_where_no_provider_runs(provider, monkeypatch):
+    """Its reference is never traced, for it may be a loop; what takes its place is."""
+
+    def run(x):
+        return x * 0.5 if provider == "runs" else 1 / 0
+
+    made = Provider("mine", run, lambda x: "not today" if provider == "refuses" else None)
+    monkeypatch.setattr(kept_in_a_test, "providers", [made] * (provider != "absent"))
+    context = Context("layers")
+    gm = lowered(kept_in_a_test, (torch.ones(3),), FakeTensorMode(), context=context)
+    targets = {node.target for node in gm.graph.nodes if node.op == "call_function"}
+    assert targets == {torch.ops.aten.mul.Tensor if provider == "runs" else kept_in_a_test.overload}
+    assert [note.code for note in context.notes] == ["provider-failed"] * (provider == "fails")
+    assert gm(torch.ones(3))[0].eq(0.5).all()
+    importlib.import_module("tunecompile.passes.lower.cleanup").PASS.run(gm.graph, context)
 
 
 def test_symbols_of_one_compilation_are_traced_once(traces):

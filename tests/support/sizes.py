@@ -93,7 +93,7 @@ def compiled_for_gpu(plan: Plan = KEEP) -> Iterator[list[Compiled]]:
 
 def _providers(graph: torch.fx.Graph) -> Iterator[tuple[str, str]]:
     for node in graph.nodes:
-        if (op := OPS.get(node.target)) is not None and not op.opaque:
+        if (op := OPS.get(node.target)) is not None and (op.providers or not op.opaque):
             yield op.name, op.choose(torch.fx.map_arg(list(node.args), lambda n: n.meta["val"])).name
 
 

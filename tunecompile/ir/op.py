@@ -120,7 +120,7 @@ class Op:
     cost: Cost  #: how expensive it is to recompute
     flops: Callable[..., int] | None  #: takes the op's arguments; floating point operations of one call
     parameters: tuple[str, ...]  #: names of the reference's parameters
-    opaque: bool  #: called as it is: no provider is traced in its place
+    opaque: bool  #: its reference is called as it is, and never traced: providers alone are
     providers: list[Provider] = field(default_factory=list)  #: in the order of registration
     backward_op: Op | None = None  #: made by `Op.backward`; it has providers of its own
     formula: Formula | None = None  #: what `Op.backward` was told
@@ -252,7 +252,7 @@ class Op:
                 in.
             cost: how expensive the backward is to recompute; None for the cost of the op.
             flops: takes the backward's arguments; floating point operations of one call.
-            opaque: whether it is called as it is, and never traced into the graph.
+            opaque: as for `op`.
             shapes: as for `op`.
 
         Returns:
@@ -295,8 +295,8 @@ def op(
         cost: `Cost.POINTWISE` for a memory-bound op, `Cost.MATMUL` for a compute-bound one.
         flops: takes the op's arguments; floating point operations of one call, by which a memory budget weighs
             recomputation. None: torch's FLOP counter is run on the function.
-        opaque: whether it is called as it is, and never traced into the graph (for instance a loop over chunks that
-            runs once a step).
+        opaque: whether the function is called as it is, and never traced into the graph (for instance a loop over
+            chunks). Where no provider supports a call, the op stays in the graph.
         shapes: takes the op's arguments; returns empty tensors like its results. Where it returns None, and without
             it, the function itself is run on fake tensors, which takes long if it has many steps or sizes are symbols.
 

@@ -23,8 +23,6 @@ from tunecompile.ops.recurrent.delta_chunks import (
 from tunecompile.ops.recurrent.gated_delta_rule import documents_in, refuse
 
 __all__ = [
-    "channel_delta_chunks",
-    "channel_delta_chunks_backward",
     "channel_delta_rule",
     "channel_delta_rule_backward",
 ]
@@ -40,78 +38,6 @@ def _groups(q: Tensor) -> Iterator[slice]:
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
-def channel_delta_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial: Optional[Tensor],
-    offsets: Optional[Tensor],
-    scale: float,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Compute `channel_delta_rule`: all chunks of some heads at once, and a loop over their states.
-
-    Args:
-        q, k, v, g, beta, initial, offsets, scale, eps: those of `channel_delta_rule`.
-
-    Returns:
-        (o, final), as `channel_delta_rule`.
-    """
-    final = q.new_empty((q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=compute_dtype(q.dtype))
-    made = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
-    if is_fake(q):
-        return made, final
-    for heads in _groups(q):
-        chunks, _, _ = chunks_of(ChannelChunks.of, *(x[:, :, heads] for x in (q, k, v, g, beta)), offsets, scale, eps)
-        states, written, last = chunks.walk(None if initial is None else initial[:, heads])
-        value = (chunks.entering * chunks.q) @ states + chunks.scores() @ written
-        made[:, :, heads], final[:, heads] = out_of_chunks(value, *v[:, :, heads].shape[1:3]), last
-    return made, final
-
-
-@op(cost=Cost.MATMUL, flops=backward_flops, opaque=True)
-def channel_delta_chunks_backward(
-    grad: Tensor,
-    grad_final: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial: Optional[Tensor],
-    offsets: Optional[Tensor],
-    scale: float,
-    eps: float,
-) -> list[Tensor]:
-    """Compute `channel_delta_rule_backward` in chunks; states are recomputed.
-
-    Args:
-        grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps: those of `channel_delta_rule_backward`.
-
-    Returns:
-        As `channel_delta_rule_backward`.
-    """
-    like = (q, k, v, g, beta)
-    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
-    d_initial = torch.empty_like(grad_final if initial is None else initial, memory_format=torch.contiguous_format)
-    if is_fake(q):
-        return [*made, d_initial]
-    for heads in _groups(q):
-        operands = (x[:, :, heads] for x in like)
-        chunks, unit_q, unit_k = chunks_of(ChannelChunks.of, *operands, offsets, scale, eps)
-        incoming = in_chunks(grad[:, :, heads], chunks.q.shape[1])
-        states, written, _ = chunks.walk(None if initial is None else initial[:, heads])
-        grad_states, grad_written, first = chunks.walk_back(incoming, grad_final[:, heads].to(incoming.dtype))
-        dq, dk, dv, dg, dbeta = chunks.gradients(incoming, states, written, grad_states, grad_written)
-        for x, dx in zip(made, (unit_q.gradient(dq * scale), unit_k.gradient(dk), dv, dg, dbeta)):
-            x[:, :, heads] = out_of_chunks(dx, q.shape[1], dx.shape[1])
-        d_initial[:, heads] = first
-    return [*made, d_initial]
-
-
-@op(cost=Cost.MATMUL, flops=forward_flops)
 def channel_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -141,7 +67,16 @@ def channel_delta_rule(
         (o, final): [B, T, H, V] in q's dtype, and the state after the last token, [B, H, K, V] in that of the
         arithmetic.
     """
-    return channel_delta_chunks(q, k, v, g, beta, initial, offsets, scale, eps)
+    final = q.new_empty((q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=compute_dtype(q.dtype))
+    made = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
+    if is_fake(q):
+        return made, final
+    for heads in _groups(q):
+        chunks, _, _ = chunks_of(ChannelChunks.of, *(x[:, :, heads] for x in (q, k, v, g, beta)), offsets, scale, eps)
+        states, written, last = chunks.walk(None if initial is None else initial[:, heads])
+        value = (chunks.entering * chunks.q) @ states + chunks.scores() @ written
+        made[:, :, heads], final[:, heads] = out_of_chunks(value, *v[:, :, heads].shape[1:3]), last
+    return made, final
 
 
 def _refuse(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> Note | None:
@@ -168,6 +103,7 @@ def _(q, k, v, g, beta, initial, offsets, scale, eps):
     gives=("q", "k", "v", "g", "beta", "initial"),
     outputs=2,
     flops=backward_flops,
+    opaque=True,
 )
 def channel_delta_rule_backward(
     grad: Tensor,
@@ -191,7 +127,22 @@ def channel_delta_rule_backward(
     Returns:
         [dq, dk, dv, dg, dbeta, dinitial], with shape and dtype of the inputs.
     """
-    return channel_delta_chunks_backward(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps)
+    like = (q, k, v, g, beta)
+    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
+    d_initial = torch.empty_like(grad_final if initial is None else initial, memory_format=torch.contiguous_format)
+    if is_fake(q):
+        return [*made, d_initial]
+    for heads in _groups(q):
+        operands = (x[:, :, heads] for x in like)
+        chunks, unit_q, unit_k = chunks_of(ChannelChunks.of, *operands, offsets, scale, eps)
+        incoming = in_chunks(grad[:, :, heads], chunks.q.shape[1])
+        states, written, _ = chunks.walk(None if initial is None else initial[:, heads])
+        grad_states, grad_written, first = chunks.walk_back(incoming, grad_final[:, heads].to(incoming.dtype))
+        dq, dk, dv, dg, dbeta = chunks.gradients(incoming, states, written, grad_states, grad_written)
+        for x, dx in zip(made, (unit_q.gradient(dq * scale), unit_k.gradient(dk), dv, dg, dbeta)):
+            x[:, :, heads] = out_of_chunks(dx, q.shape[1], dx.shape[1])
+        d_initial[:, heads] = first
+    return [*made, d_initial]
 
 
 @channel_delta_rule_backward.provider(

@@ -35,27 +35,10 @@ __all__ = [
 LONGEST_KEY = 256  #: of the template, which holds columns of the state in registers
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
-def delta_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial: Optional[Tensor],
-    offsets: Optional[Tensor],
-    scale: float,
-    eps: float,
-    delta: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute `gated_delta_rule`: all chunks at once, and a loop over their states (arXiv:2406.06484).
+def delta_chunks(q, k, v, g, beta, initial, offsets, scale, eps, delta: bool) -> tuple[Tensor, Tensor]:
+    """Return what `gated_delta_rule` does: all chunks at once, and a loop over their states (arXiv:2406.06484).
 
-    Args:
-        q, k, v, g, beta, initial, offsets, scale, eps: those of `gated_delta_rule`.
-        delta: whether the value that the state holds for a key is subtracted; False for `ssd_scan`.
-
-    Returns:
-        (o, final), as `gated_delta_rule`.
+    delta: whether the value that the state holds for a key is subtracted; False for `ssd_scan`.
     """
     wide = compute_dtype(q.dtype)
     if is_fake(q):
@@ -68,30 +51,10 @@ def delta_chunks(
     return out_of_chunks(made, q.shape[1], v.shape[2]).to(q.dtype).contiguous(), final.clone()
 
 
-@op(cost=Cost.MATMUL, flops=backward_flops, opaque=True)
 def delta_chunks_backward(
-    grad: Tensor,
-    grad_final: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial: Optional[Tensor],
-    offsets: Optional[Tensor],
-    scale: float,
-    eps: float,
-    delta: bool,
+    grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps, delta: bool
 ) -> list[Tensor]:
-    """Compute `gated_delta_rule_backward` in chunks (arXiv:2406.06484); states are recomputed.
-
-    Args:
-        grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps: those of `gated_delta_rule_backward`.
-        delta: as for `delta_chunks`.
-
-    Returns:
-        As `gated_delta_rule_backward`.
-    """
+    """Return what `gated_delta_rule_backward` does, in chunks (arXiv:2406.06484)."""
     like = (q, k, v, g, beta)
     if is_fake(q):
         return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*like, _initial(initial, q, v))]
@@ -143,7 +106,7 @@ def _inside(chunks: Chunks, grad, states, written, grad_states, grad_written) ->
     return dq, dk, beta * missing, d_total.flip(-1).cumsum(-1).flip(-1), dbeta
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops)
+@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -218,6 +181,7 @@ def _(q, k, v, g, beta, initial, offsets, scale, eps):
     gives=("q", "k", "v", "g", "beta", "initial"),
     outputs=2,
     flops=backward_flops,
+    opaque=True,
 )
 def gated_delta_rule_backward(
     grad: Tensor,

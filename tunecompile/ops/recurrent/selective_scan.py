@@ -15,7 +15,7 @@ from tunecompile.ops.norms import compute_dtype
 from tunecompile.ops.recurrent.gated_delta_rule import documents_in
 from tunecompile.ops.recurrent.scan_chunks import CHUNK, ScanChunks, in_chunks, kept_at
 
-__all__ = ["scan_chunks", "scan_chunks_backward", "selective_scan", "selective_scan_backward"]
+__all__ = ["selective_scan", "selective_scan_backward"]
 
 MOST_STATES = 64  #: of a channel, which the template holds in registers
 AT_ONCE = 1 << 26  #: states of tokens that are held at once: channels are computed in groups
@@ -44,75 +44,6 @@ def _of_tokens(x: Tensor, tokens: int) -> Tensor:
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
-def scan_chunks(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    initial: Optional[Tensor],
-    offsets: Optional[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Compute `selective_scan` in chunks.
-
-    Args:
-        x, dt, a, b, c, initial, offsets: those of `selective_scan`.
-
-    Returns:
-        (y, final), as `selective_scan`.
-    """
-    wide, tokens = compute_dtype(x.dtype), x.shape[1]
-    made = torch.empty_like(x, memory_format=torch.contiguous_format)
-    final = x.new_empty((x.shape[0], *a.shape), dtype=wide)
-    if is_fake(x):
-        return made, final
-    kept = kept_at(offsets, tokens, wide)
-    for d in _groups(x, a.shape[1]):
-        chunks = ScanChunks.of(x[..., d], dt[..., d], a[d], b, c, kept, wide)
-        states, final[:, d] = chunks.entering(None if initial is None else initial[:, d])
-        made[..., d] = _of_tokens(chunks.outputs(states), tokens)
-    return made, final
-
-
-@op(cost=Cost.MATMUL, flops=backward_flops, opaque=True)
-def scan_chunks_backward(
-    grad: Tensor,
-    grad_final: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    initial: Optional[Tensor],
-    offsets: Optional[Tensor],
-) -> list[Tensor]:
-    """Compute `selective_scan_backward` in chunks; states are recomputed.
-
-    Args:
-        grad, grad_final, x, dt, a, b, c, initial, offsets: those of `selective_scan_backward`.
-
-    Returns:
-        As `selective_scan_backward`.
-    """
-    wide, tokens = compute_dtype(x.dtype), x.shape[1]
-    dx, ddt, da = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, a))
-    d_initial = torch.empty_like(grad_final if initial is None else initial, memory_format=torch.contiguous_format)
-    db, dc = (torch.zeros_like(t, dtype=wide, memory_format=torch.contiguous_format) for t in (b, c))
-    if is_fake(x):
-        return [dx, ddt, da, db.to(b.dtype), dc.to(c.dtype), d_initial]
-    kept = kept_at(offsets, tokens, wide)
-    for d in _groups(x, a.shape[1]):
-        chunks = ScanChunks.of(x[..., d], dt[..., d], a[d], b, c, kept, wide)
-        given = in_chunks(grad[..., d].to(wide))
-        entering, _ = chunks.entering(None if initial is None else initial[:, d])
-        leaving, first = chunks.leaving(given, grad_final[:, d].to(wide))
-        of_x, of_dt, of_a, of_b, of_c = chunks.gradients(given, entering, leaving)
-        dx[..., d], ddt[..., d], da[d] = _of_tokens(of_x, tokens), _of_tokens(of_dt, tokens), of_a
-        db, dc, d_initial[:, d] = db + _of_tokens(of_b, tokens), dc + _of_tokens(of_c, tokens), first
-    return [dx, ddt, da, db.to(b.dtype), dc.to(c.dtype), d_initial]
-
-
-@op(cost=Cost.MATMUL, flops=forward_flops)
 def selective_scan(
     x: Tensor,
     dt: Tensor,
@@ -137,7 +68,17 @@ def selective_scan(
     Returns:
         (y, final): [B, T, D] in x's dtype, and the state after the last token, [B, D, N] in that of the arithmetic.
     """
-    return scan_chunks(x, dt, a, b, c, initial, offsets)
+    wide, tokens = compute_dtype(x.dtype), x.shape[1]
+    made = torch.empty_like(x, memory_format=torch.contiguous_format)
+    final = x.new_empty((x.shape[0], *a.shape), dtype=wide)
+    if is_fake(x):
+        return made, final
+    kept = kept_at(offsets, tokens, wide)
+    for d in _groups(x, a.shape[1]):
+        chunks = ScanChunks.of(x[..., d], dt[..., d], a[d], b, c, kept, wide)
+        states, final[:, d] = chunks.entering(None if initial is None else initial[:, d])
+        made[..., d] = _of_tokens(chunks.outputs(states), tokens)
+    return made, final
 
 
 def _refuse(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, initial: Tensor | None) -> Note | None:
@@ -170,6 +111,7 @@ def _(x, dt, a, b, c, initial, offsets):
     gives=("x", "dt", "a", "b", "c", "initial"),
     outputs=2,
     flops=backward_flops,
+    opaque=True,
 )
 def selective_scan_backward(
     grad: Tensor,
@@ -191,7 +133,22 @@ def selective_scan_backward(
     Returns:
         [dx, ddt, da, db, dc, dinitial], with shape and dtype of the inputs.
     """
-    return scan_chunks_backward(grad, grad_final, x, dt, a, b, c, initial, offsets)
+    wide, tokens = compute_dtype(x.dtype), x.shape[1]
+    dx, ddt, da = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, a))
+    d_initial = torch.empty_like(grad_final if initial is None else initial, memory_format=torch.contiguous_format)
+    db, dc = (torch.zeros_like(t, dtype=wide, memory_format=torch.contiguous_format) for t in (b, c))
+    if is_fake(x):
+        return [dx, ddt, da, db.to(b.dtype), dc.to(c.dtype), d_initial]
+    kept = kept_at(offsets, tokens, wide)
+    for d in _groups(x, a.shape[1]):
+        chunks = ScanChunks.of(x[..., d], dt[..., d], a[d], b, c, kept, wide)
+        given = in_chunks(grad[..., d].to(wide))
+        entering, _ = chunks.entering(None if initial is None else initial[:, d])
+        leaving, first = chunks.leaving(given, grad_final[:, d].to(wide))
+        of_x, of_dt, of_a, of_b, of_c = chunks.gradients(given, entering, leaving)
+        dx[..., d], ddt[..., d], da[d] = _of_tokens(of_x, tokens), _of_tokens(of_dt, tokens), of_a
+        db, dc, d_initial[:, d] = db + _of_tokens(of_b, tokens), dc + _of_tokens(of_c, tokens), first
+    return [dx, ddt, da, db.to(b.dtype), dc.to(c.dtype), d_initial]
 
 
 @selective_scan_backward.provider(

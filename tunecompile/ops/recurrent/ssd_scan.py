@@ -24,7 +24,7 @@ def backward_flops(grad, grad_final, c, b, x, *_: Any) -> int:
     return 3 * forward_flops(c, b, x)
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops)
+@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
 def ssd_scan(
     c: Tensor,
     b: Tensor,
@@ -74,6 +74,7 @@ def _(c, b, x, g, dt, initial, offsets):
     gives=("c", "b", "x", "g", "dt", "initial"),
     outputs=2,
     flops=backward_flops,
+    opaque=True,
 )
 def ssd_scan_backward(
     grad: Tensor,
