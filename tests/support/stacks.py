@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.support import zoo
-from tunecompile.runtime.cuda_graphs.stacks import Stacks
+from tunecompile.runtime.cuda_graphs.recorded_chains import RecordedChains
 from tunecompile.runtime.model_state import state_of
 
 
@@ -46,8 +46,8 @@ def same(models: Sequence[nn.Module], run: Callable = once) -> None:
     assert found[0].keys() == found[1].keys() and max(zoo.errors(*found).values()) < 1e-4
 
 
-def of(model: nn.Module) -> Stacks:
-    return state_of(model).replays.stacks
+def of(model: nn.Module) -> RecordedChains:
+    return state_of(model).replays.stacks.chains
 
 
 def recorded(model: nn.Module) -> int:

@@ -92,7 +92,10 @@ def test_stacks_of_several_shapes(monkeypatch, family, padded, changes):
         assert fmean(mine) <= 1.5 * fmean(others) + rounding, errors
         assert max(mine) <= (most := 3 * max(others) + rounding), errors
     found = state_of(model).replays
-    assert found.stacks.recorded >= 3 and not found.stacks.broken, (found.notes(), found.stacks.recorded)
+    assert found.stacks.chains.recorded >= 3 and not found.stacks.chains.broken, (
+        found.notes(),
+        found.stacks.chains.recorded,
+    )
     assert found.bytes < replay.MAX_SHARE * torch.cuda.get_device_properties(0).total_memory
 
     batch = zoo.batch(rows=2, length=200, seed=99)
@@ -108,7 +111,7 @@ def test_dropout_of_a_stack_draws_anew(monkeypatch):
     model = tunecompile.optimize(reference.bfloat16().train())
     batch = zoo.batch(rows=2, length=64, seed=0)
     found = [gradients(model, batch) for _ in range(8)]
-    assert state_of(model).replays.stacks.recorded == 1
+    assert state_of(model).replays.stacks.chains.recorded == 1
     name = next(name for name in found[0][1] if "lora_A" in name)
     replayed = [each[1][name] for each in found[-4:]]
     assert all((a - b).abs().max() > 1e-6 for a, b in zip(replayed, replayed[1:]))

@@ -114,13 +114,13 @@ def test_memory_is_counted_until_nothing_of_a_pool_is_left(layers):
     assert layers.replays.bytes == pool.bytes == 400 and layers.replays.recorded == 4
     assert layers.replays.saved_bytes() == 2 * 6 * 3 * 4, "what both save: scratch is no tensor's"
     # a forward copies x; a backward the gradient, and its weight is what the forward saved
-    assert layers.replays.buffered == sum(each.nbytes for each in layers.replays.buffers.values()) == 2 * 6 * 3 * 4
+    assert layers.replays.buffers.nbytes == 2 * 6 * 3 * 4
     pool.drop(first)
     assert layers.replays.bytes == 400 and layers.replays.saved_bytes() == 6 * 3 * 4
     pool.drop(second)
     assert layers.replays.bytes == pool.bytes == 0 == layers.replays.saved_bytes()
     layers.replays.forget()
-    assert layers.replays.buffered == 0
+    assert layers.replays.buffers.nbytes == 0
 
 
 @pytest.mark.parametrize("how", ["forget", "drop"])

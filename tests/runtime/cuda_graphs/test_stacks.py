@@ -11,9 +11,10 @@ from tests.support import zoo
 from tests.support.memory.cpu_recorder import CpuRecorder
 from tests.support.notes import has
 from tests.support.stacks import layers_of, of, once, recorded, same, warm
-from tunecompile.runtime.cuda_graphs import stacks
 from tunecompile.runtime.cuda_graphs.between import Between
 from tunecompile.runtime.cuda_graphs.chain import Call, Chain, Link
+from tunecompile.runtime.cuda_graphs.recorded_chains import RecordedChains
+from tunecompile.runtime.cuda_graphs.recording import InputBuffers
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import state_of
 
@@ -190,10 +191,10 @@ def test_a_larger_shape_has_blocks_of_its_own_where_there_is_room(saved, total, 
     """Those of smaller shapes cannot be joined: they are given back first where memory is not plenty."""
     requests, releases = [], []
     recorder = SimpleNamespace(memory=lambda device: (0, total), release=lambda: releases.append(True))
-    shared = SimpleNamespace(recorder=recorder, bytes=100, forget_buffers=lambda chain: None)
+    shared = SimpleNamespace(recorder=recorder, bytes=100, buffers=InputBuffers())
     shared.room = lambda inputs, needed, layers: requests.append(needed) is None
     chain = Chain([None, None], bytes=100, largest=40)
-    assert stacks.Stacks(shared)._room(chain, SimpleNamespace(saved=saved), [torch.ones(1)])
+    assert RecordedChains(shared)._room(chain, SimpleNamespace(saved=saved), [torch.ones(1)])
     assert (requests, bool(releases), shared.bytes) == ([asked], released, 0 if released else 100)
 
 

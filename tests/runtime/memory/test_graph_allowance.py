@@ -113,7 +113,7 @@ def test_beside_copies_to_the_host_nothing_is_recorded():
 def test_what_inputs_are_copied_to_is_of_recordings_too():
     """It stays from step to step, and else would count as others' memory, for which plans are made anew."""
     made = recordings(nbytes=150)
-    made.replays.buffered, made.replays.saved_bytes = 60, lambda: 30
+    made.replays.buffers.nbytes, made.replays.saved_bytes = 60, lambda: 30
     assert (made.bytes, made.saved) == (210, 90)
     assert made.make_way(1000, 1200) and (made.bytes, made.saved) == (0, 30)
 

@@ -169,4 +169,4 @@ def test_replayed_as_it_is_computed():
         assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
         assert max(zoo.errors(ours, theirs).values()) < 2e-2, seed
     replays = state_of(model).replays
-    assert flattened(model) == 16 and (replays.recorded or replays.stacks.recorded), tunecompile.report(model)
+    assert flattened(model) == 16 and (replays.recorded or replays.stacks.chains.recorded), tunecompile.report(model)

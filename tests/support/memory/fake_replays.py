@@ -13,7 +13,7 @@ class FakeReplays(types.SimpleNamespace):
         plain = {
             "recorder": types.SimpleNamespace(device="cpu"),
             "bytes": 0,
-            "buffered": 0,
+            "buffers": types.SimpleNamespace(nbytes=0),
             "tokens": 0,
             "allowance": None,
             "saved_bytes": lambda: 0,
@@ -23,4 +23,4 @@ class FakeReplays(types.SimpleNamespace):
 
     def forget(self) -> None:
         """As the real one, all at once."""
-        self.bytes = self.buffered = 0
+        self.bytes = self.buffers.nbytes = 0

@@ -11,11 +11,20 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.autograd import plain_tensors
+from tunecompile.notes import Note
 from tunecompile.runtime.cuda_graphs import launch_bound
 from tunecompile.runtime.cuda_graphs.allowance import Allowance
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock, HostTime
 from tunecompile.runtime.cuda_graphs.pool import MAX_TRIES, Holder, RecordingPool
-from tunecompile.runtime.cuda_graphs.recording import LayerInputs, Recording, ShapeSlot, device_of, identity, storages
+from tunecompile.runtime.cuda_graphs.recording import (
+    InputBuffers,
+    LayerInputs,
+    Recording,
+    ShapeSlot,
+    device_of,
+    identity,
+    storages,
+)
 
 Run = Callable[[list], Sequence[Any]]
 
@@ -46,6 +55,8 @@ class Replays(Holder, Protocol):
     allowance: Allowance | None
     clock: Clock | None
     copying: HostTime
+    buffers: InputBuffers
+    failures: list[Note]
     passes: int
     paused: bool
     tokens: int
@@ -55,8 +66,8 @@ class Replays(Holder, Protocol):
         """Whether layers may be recorded together soon, and so are not yet by themselves."""
         ...
 
-    def room(self, inputs: Sequence[Any]) -> bool:
-        """Whether recordings may take more memory."""
+    def room(self, inputs: Sequence[Any], needed: int = 0, layers: int = 0) -> bool:
+        """Whether recordings of so many layers may take so many bytes more, as far as is known."""
         ...
 
     def record(

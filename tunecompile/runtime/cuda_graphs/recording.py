@@ -158,3 +158,26 @@ def storages(values: Sequence[Any]) -> dict[int, int]:
     """Bytes by address of the memory that tensors are in."""
     held = [value.untyped_storage() for value in values if isinstance(value, Tensor)]
     return {storage.data_ptr(): storage.nbytes() for storage in held}
+
+
+class InputBuffers:
+    """What inputs are copied to, shared by all layers: their values are used up before the next layer runs."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shapes."""
+        return sum(buffer.nbytes for buffer in self.made.values())
+
+    def of(self, graph: Any, position: int, like: Tensor) -> Tensor:
+        """The buffer for an input of a graph."""
+        key = (id(graph), position, tuple(like.shape), like.stride(), like.dtype, like.device)
+        if key not in self.made:
+            self.made[key] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        return self.made[key]
+
+    def forget(self, graph: Any) -> None:
+        """Drop those of a graph that is not called any more."""
+        self.made = {key: buffer for key, buffer in self.made.items() if key[0] != id(graph)}

@@ -29,7 +29,7 @@ from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock, HostTime
 from tunecompile.runtime.cuda_graphs.pool import RecordingPool
 from tunecompile.runtime.cuda_graphs.recorded_graph import Backward, Forward, Run
-from tunecompile.runtime.cuda_graphs.recording import Recording, device_of
+from tunecompile.runtime.cuda_graphs.recording import InputBuffers, Recording, device_of
 from tunecompile.runtime.cuda_graphs.stacks import Stacks
 
 MAX_SHARE = 0.25  #: of the device's memory that recordings may take beyond what the process had taken before each
@@ -41,7 +41,7 @@ class GraphReplays:
     def __init__(self, recorder: Recorder | None = None):
         self.recorder = recorder or CudaRecorder()
         self.owners: dict[int, Recording] = {}  #: address of a saved value -> the forward that wrote it last
-        self.buffers: dict[tuple, Tensor] = {}
+        self.buffers = InputBuffers()  #: beside `bytes`
         self.failures: list[Note] = []
         self.graphs: weakref.WeakSet[Forward] = weakref.WeakSet()
         self.recorded = 0
@@ -64,12 +64,12 @@ class GraphReplays:
         self.graphs.add(made)
         return made
 
-    def backward(self, run: Run) -> Backward:
-        return Backward(self, run)
-
     def link(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A compiled graph of layers, as it is called from now on: alone, or as a part of a recorded stack."""
         return self.stacks.link(run)
+
+    def backward(self, run: Run) -> Backward:
+        return Backward(self, run)
 
     def forget(self) -> None:
         """Drop all recordings. Values that a pending backward needs live until then."""
@@ -77,24 +77,19 @@ class GraphReplays:
         for graph in list(self.graphs):
             graph.forget()
         self.owners.clear()
-        self.buffers.clear()
+        self.buffers = InputBuffers()
         self.recorder.forget()
         self.bytes = 0
 
     @property
     def learns(self) -> bool:
         """Whether layers may be recorded together soon, and so are not yet by themselves."""
-        return self.stacks.learns
+        return self.stacks.watcher.learns
 
     @property
     def closed(self) -> bool:
         """Whether the memory plan leaves recordings no room, and there is none."""
         return self.allowance is not None and self.allowance.room <= 0 and not self.bytes
-
-    @property
-    def buffered(self) -> int:
-        """Bytes of what inputs are copied to, of all shapes: they are beside `bytes`."""
-        return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def saved_bytes(self) -> int:
         """Bytes in tensors that recordings hold from step to step: what forwards save, of one shape at a time."""
@@ -142,7 +137,7 @@ class GraphReplays:
     def _layers(self) -> int:
         """How many layers are recorded, each shape counted."""
         alone = sum(place.recording is not None for graph in self.graphs for place in graph.places.values())
-        return alone + self.stacks.layers
+        return alone + self.stacks.chains.layers
 
     def record(
         self, graph: Forward | Backward, pool: RecordingPool, inputs: Sequence[Any], fixed: set[int], handed: int | None
@@ -159,7 +154,7 @@ class GraphReplays:
         if self.allowance is not None and not self._layers():
             self.recorder.release()  # recordings cannot use what the allocator holds of unrecorded steps
         copied = [
-            (i, self.buffer(graph, i, value))
+            (i, self.buffers.of(graph, i, value))
             for i, value in enumerate(inputs)
             if isinstance(value, Tensor) and i not in fixed
         ]
@@ -169,7 +164,7 @@ class GraphReplays:
         device = device_of(inputs)
         before, _ = self.recorder.memory(device)
         try:
-            outputs, play = self._capture(lambda: graph.run(list(arguments)), pool, device)
+            outputs, play = _capture(self.recorder, lambda: graph.run(list(arguments)), pool, device)
         except Exception as error:  # a call that waits for the device, say: it runs as it did
             self.failures.append(note("no-cuda-graph", detail=summary(error)))
             return None
@@ -197,39 +192,24 @@ class GraphReplays:
         made.give_back([i for i, at in storages.items() if i < handed and at not in others], self.recorder)
         return made
 
-    def _capture(
-        self, run: Callable[[], Sequence[Any]], pool: RecordingPool, device: torch.device
-    ) -> tuple[Sequence[Any], Callable[[], None]]:
-        """Record a run; once more where memory ran out, since the allocator frees none that it holds meanwhile."""
-        try:
-            return self.recorder.record(run, pool.number, device)
-        except torch.OutOfMemoryError:
-            self.recorder.release()
-        return self.recorder.record(run, pool.number, device)
-
-    def leave_out(self, device: torch.device) -> None:
-        """Note why layers are not recorded."""
-        if device.type == self.recorder.device:
-            self.failures.append(note("no-cuda-graph", detail=note("weights-of-several-processes")))
-
     def notes(self) -> list[Note]:
         """Recordings, and why others were not made."""
         made = (
             [note("cuda-graphs", detail=f"{self.bytes / 2**20:.0f} MiB", count=self.recorded)] if self.recorded else []
         )
-        stacks = [note("stacks-replayed", count=self.stacks.recorded)] if self.stacks.recorded else []
+        stacks = [note("stacks-replayed", count=self.stacks.chains.recorded)] if self.stacks.chains.recorded else []
         return list(dict.fromkeys(self.failures)) + made + stacks
 
-    def forget_buffers(self, graph: Any) -> None:
-        """Drop the buffers of a graph that is not called any more."""
-        self.buffers = {key: buffer for key, buffer in self.buffers.items() if key[0] != id(graph)}
 
-    def buffer(self, graph: Any, position: int, like: Tensor) -> Tensor:
-        """A buffer for an input, shared by all layers: its values are used up before the next layer runs."""
-        key = (id(graph), position, tuple(like.shape), like.stride(), like.dtype, like.device)
-        if key not in self.buffers:
-            self.buffers[key] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-        return self.buffers[key]
+def _capture(
+    recorder: Recorder, run: Callable[[], Sequence[Any]], pool: RecordingPool, device: torch.device
+) -> tuple[Sequence[Any], Callable[[], None]]:
+    """Record a run; once more where memory ran out, since the allocator frees none that it holds meanwhile."""
+    try:
+        return recorder.record(run, pool.number, device)
+    except torch.OutOfMemoryError:
+        recorder.release()
+    return recorder.record(run, pool.number, device)
 
 
 def _storage(value: Tensor) -> int:

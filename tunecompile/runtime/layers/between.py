@@ -158,13 +158,15 @@ def _watched(
     hidden = hidden_in(args, kwargs)
     with stacks.joining([each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]):
         output = call(layer, *args, **kwargs)
-    result = stacks.learnt
+    result = stacks.watcher.learnt
     if result is None:
         return output
-    keeps = getrefcount(result) > stacks.references or any(value is hidden or value is result for value in kept())
+    keeps = getrefcount(result) > stacks.watcher.references or any(
+        value is hidden or value is result for value in kept()
+    )
     places = [value is result for value in pytree.tree_leaves(output) if value is result or value is hidden]
     if keeps or places != [True]:
-        stacks.refuse()
+        stacks.watcher.refuse()
     return output
 
 

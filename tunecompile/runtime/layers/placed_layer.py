@@ -17,6 +17,7 @@ from tunecompile.integrations.kernel_functions import forks_in
 from tunecompile.integrations.layer_host import LayerHost
 from tunecompile.integrations.peft.reference import SwitchedOff
 from tunecompile.integrations.peft.trace import separate_names
+from tunecompile.notes import note
 from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.unpad.image_bounds import ImageBounds
 from tunecompile.runtime.watch.module_watch import ModuleSnapshot
@@ -58,9 +59,11 @@ class PlacedLayer:
         self.images = ImageBounds.of(self.layer)
         if self.region.in_tower is None:
             self.region.in_tower = self.owner is not None and bool(forks_in(self.owner))
-        if self.region.replays is not None and any(map(sharded, self.layer.parameters())):
+        replays = self.region.replays
+        if replays is not None and any(map(sharded, self.layer.parameters())):
             # gathered weights lie elsewhere at every call; and a recorded collective would wait for all ranks
-            self.region.replays.leave_out(next(self.layer.parameters()).device)
+            if next(self.layer.parameters()).device.type == replays.device:
+                replays.failures.append(note("no-cuda-graph", detail=note("weights-of-several-processes")))
             self.region.replays = None
         self._look_inside()
 

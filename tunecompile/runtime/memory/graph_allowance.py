@@ -35,12 +35,12 @@ class Recordings:
     @property
     def bytes(self) -> int:
         """Bytes that they made the process take from the device."""
-        return self.replays.bytes + self.replays.buffered if self.replays is not None else 0
+        return self.replays.bytes + self.replays.buffers.nbytes if self.replays is not None else 0
 
     @property
     def saved(self) -> int:
         """Bytes of these that are in tensors between steps: the others are scratch."""
-        return self.replays.saved_bytes() + self.replays.buffered if self.replays is not None else 0
+        return self.replays.saved_bytes() + self.replays.buffers.nbytes if self.replays is not None else 0
 
     def begin(self, tokens: int) -> None:
         """Before the first layer of a step on so many tokens."""
