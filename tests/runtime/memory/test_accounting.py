@@ -270,7 +270,8 @@ def test_failures_are_counted_once():
 def test_what_may_leave_the_device():
     pool = types.SimpleNamespace(limit=100, room=40)
     on_host, on_disk = (
-        types.SimpleNamespace(pool=pool, store=types.SimpleNamespace(disk=disk)) for disk in (None, "folder")
+        types.SimpleNamespace(blocks=types.SimpleNamespace(pool=pool, store=types.SimpleNamespace(disk=disk)))
+        for disk in (None, "folder")
     )
     assert [host_bytes(each) for each in (None, on_host, on_disk)] == [0, 100, None]
     memory = accounting(offload=on_host)

@@ -143,7 +143,7 @@ def test_what_waits_on_the_host_comes_back_as_it_was(to_the_host, dropout):
     assert [p["recompute"] for p in memory["plans"]] == [[], []] and 0 < sum(
         p["layers"] for p in memory["plans"] if p["offload"]
     ) < LAYERS
-    assert memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] > 0 and offload.pool.used == 0
+    assert memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] > 0 and offload.blocks.pool.used == 0
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_host_memory_is_allocated_while_code_is_generated(to_the_host, monkeypat
     monkeypatch.setattr(pinned_pool.PinnedPool, "expect", small)
     model = build(int(0.85 * needed()))
     step(model)
-    pool = to_the_host[-1].pool
+    pool = to_the_host[-1].blocks.pool
     assert asked[0] == (model._tunecompile.step.budget.admitted.choice.waiting, 0) and pool.ahead is not None
     assert pool.ahead.left == 0 and pool.peak >= 0.9 * asked[0][0]
 

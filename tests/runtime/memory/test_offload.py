@@ -16,8 +16,9 @@ from tests.support.memory.copy_engine import HostCopyEngine
 from tests.support.memory.offload_stack import Stack, empty, files, inputs, make_offload, offloaded, plain, run, wrap
 from tunecompile.errors import ModifiedInPlace
 from tunecompile.runtime.cuda_graphs import launch_bound
+from tunecompile.runtime.memory.host.blocks import SavedHandle, give_back
 from tunecompile.runtime.memory.host.pinned_pool import GRANULE
-from tunecompile.runtime.memory.offload import Offload, SavedHandle, _give_back
+from tunecompile.runtime.memory.offload import Offload
 
 CPU = torch.device("cpu")
 
@@ -206,7 +207,7 @@ def test_forward_without_backward_frees_everything():
 
 
 def on_device(offload) -> bool:
-    return any(block.device is not None for block in offload.blocks.values())
+    return any(block.device is not None for block in offload.blocks.known.values())
 
 
 def test_part_of_the_backward():
@@ -299,7 +300,7 @@ def test_device_memory_is_freed():
         z = y.sum() * 2
     storage = weakref.ref(y)
     del y
-    before = offload.blocks.values()
+    before = offload.blocks.known.values()
     (block,) = before
     offload.settle()
     assert storage() is None and block.device is None and block.identity.expired()
@@ -320,7 +321,7 @@ def test_only_the_last_two_layers_wait_on_the_device():
         layer = torch.nn.Linear(32, 32)
         with offload.layer(index, layer, (lambda _: False) if index == 3 else None):
             x = layer(x).sin()
-        kept.append(sum(block.device is not None for block in offload.blocks.values()))
+        kept.append(sum(block.device is not None for block in offload.blocks.known.values()))
     assert kept == [2, 4, 4, 2, 2]  # each saves two storages; layer 3 keeps everything
     offload.settle()
     assert not on_device(offload)
@@ -332,7 +333,7 @@ def test_memory_is_given_back_behind_its_last_copy():
     copier = SimpleNamespace(wait=lambda mark, device: told.append(("wait", mark, device)))
     store = SimpleNamespace(give=lambda stay: told.append(("give", stay)))
     dead = deque([("first", "on the device", "mark"), ("second", None, "mark"), ("third", "on the device", None)])
-    _give_back(dead, store, copier)
+    give_back(dead, store, copier)
     assert told == [("wait", "mark", "on the device"), *(("give", stay) for stay in ("first", "second", "third"))]
     assert not dead
 
@@ -361,7 +362,7 @@ def test_the_disk_is_asked_twice_as_far_ahead(ahead, layers, monkeypatch):
     offload.settle()
     places = {id(block.stay): call.layer for call in offload.calls.values() for ref in call.blocks if (block := ref())}
     asked = []
-    monkeypatch.setattr(offload.store, "prepare", lambda stay: asked.append(places[id(stay)]))
+    monkeypatch.setattr(offload.blocks.store, "prepare", lambda stay: asked.append(places[id(stay)]))
     offload._reach(offload.calls[offload.number])
     assert list(dict.fromkeys(asked)) == layers
     del loss
@@ -421,4 +422,4 @@ def test_a_cpu_counts_and_copies_nothing():
     assert equal_bits(*results)
     a, b = counting.report(), copying.report()
     assert {key: a[key] for key in b} == b
-    assert empty(counting) and counting.pool.slabs[0].is_meta
+    assert empty(counting) and counting.blocks.pool.slabs[0].is_meta

@@ -149,7 +149,7 @@ def test_what_was_saved_does_not_keep_its_layer_alive():
 def test_host_memory_is_allocated_ahead_where_copies_are_made():
     expected = []
     for offload in (make_offload(), make_offload(copier=ResidentCopyEngine())):
-        offload.pool.expect = expected.append
+        offload.blocks.pool.expect = expected.append
         offload.expect(7)
     assert expected == [7]
 
@@ -162,10 +162,10 @@ def test_times_are_those_of_a_step():
             self.resets += 1
 
     offload = make_offload(copier=Timed())
-    before = offload.copier.resets
+    before = offload.blocks.copier.resets
     for _ in range(2):
         offload.begin_step()
-    assert offload.copier.resets == before + 2
+    assert offload.blocks.copier.resets == before + 2
 
 
 def test_what_was_not_copied_yet_stays_for_its_backward():

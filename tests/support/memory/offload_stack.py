@@ -100,7 +100,7 @@ def offloaded(offload: Offload, **options) -> Stack:
 
 def empty(offload: Offload) -> bool:
     gc.collect()
-    return offload.report()["host_bytes"] == 0 and not offload.calls and not offload.blocks
+    return offload.report()["host_bytes"] == 0 and not offload.calls and not offload.blocks.known
 
 
 def files(folder) -> list:

@@ -200,7 +200,8 @@ class MemoryAccounting:
 
     def host_is_full(self, nbytes: int) -> bool:
         """Whether so many bytes more could not leave the device."""
-        return self.offload is None or (self.offload.store.disk is None and self.offload.pool.room < nbytes)
+        blocks = None if self.offload is None else self.offload.blocks
+        return blocks is None or (blocks.store.disk is None and blocks.pool.room < nbytes)
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -217,7 +218,7 @@ def allowed_bytes(limit: int | str | None, gauge: Gauge) -> int:
 
 def host_bytes(offload: Offload | None) -> int | None:
     """Bytes that may leave the device; None for any number."""
-    return 0 if offload is None else None if offload.store.disk is not None else offload.pool.limit
+    return 0 if offload is None else None if offload.blocks.store.disk is not None else offload.blocks.pool.limit
 
 
 def head_weights(heads: Iterable[PlannedHead], is_here: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
