@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-MODEL, ROWS, TRAINING, JUDGING, MACHINES = "Model", "Rows", "Training", "Comparison", "Machines"  # panels of the help
+# options in panels of the help
+of_model, of_rows, of_training, of_judging, of_machines = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Model", "Rows", "Training", "Comparison", "Machines")
+)
 
 # ---------------------------------------------------------------- of several commands
 
-QloraFlag = Annotated[bool, typer.Option("--qlora", help="LoRA over an NF4 base (the default).", rich_help_panel=MODEL)]
-FullFlag = Annotated[bool, typer.Option("--full", help="Train all weights.", rich_help_panel=MODEL)]
+QloraFlag = Annotated[bool, of_model("--qlora", help="LoRA over an NF4 base (the default).")]
+FullFlag = Annotated[bool, of_model("--full", help="Train all weights.")]
 Systems = Annotated[
     str,
     typer.Option(
@@ -25,129 +29,82 @@ Out = Annotated[Path, typer.Option(help="Folder for report.html, report.md and r
 # ---------------------------------------------------------------- of `compare`
 
 ModelOption = Annotated[
-    Optional[str],
-    typer.Option(help="A folder, a hub id, or a shape such as llama-3.1-8b (random weights).", rich_help_panel=MODEL),
+    Optional[str], of_model(help="A folder, a hub id, or a shape such as llama-3.1-8b (random weights).")
 ]
 ConfigOption = Annotated[
     Optional[Path],
-    typer.Option(
+    of_model(
         help="A YAML of TRL's commands or of axolotl: model, adapter, rows, batch, length and rate are taken from it. "
-        "Options that are given go before it.",
-        rich_help_panel=MODEL,
+        "Options that are given go before it."
     ),
 ]
-LoraFlag = Annotated[
-    bool, typer.Option("--lora", help="LoRA over the base in its own precision.", rich_help_panel=MODEL)
-]
+LoraFlag = Annotated[bool, of_model("--lora", help="LoRA over the base in its own precision.")]
 CheckpointingFlag = Annotated[
     bool,
-    typer.Option(
-        "--gradient-checkpointing",
-        help="Recompute layers in the backward pass, in the systems that leave the choice.",
-        rich_help_panel=MODEL,
+    of_model(
+        "--gradient-checkpointing", help="Recompute layers in the backward pass, in the systems that leave the choice."
     ),
 ]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=MODEL)]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=MODEL)]
+DtypeOption = Annotated[str, of_model(help="auto, float32 or bfloat16.")]
+DeviceOption = Annotated[str, of_model(help="auto, cpu or cuda.")]
 GpusOption = Annotated[
     int,
-    typer.Option(
-        min=1,
-        help="Number of GPUs. torchrun starts a process for each, with --batch rows; device_map has one process.",
-        rich_help_panel=MODEL,
+    of_model(
+        min=1, help="Number of GPUs. torchrun starts a process for each, with --batch rows; device_map has one process."
     ),
 ]
 ParallelOption = Annotated[
     str,
-    typer.Option(
-        help="How several GPUs are used: ddp, fsdp2, zero3 (DeepSpeed), device_map, or alone (separate trainings).",
-        rich_help_panel=MODEL,
+    of_model(
+        help="How several GPUs are used: ddp, fsdp2, zero3 (DeepSpeed), device_map, or alone (separate trainings)."
     ),
 ]
-LayersOption = Annotated[
-    Optional[int], typer.Option(min=1, help="Number of layers of a shape model.", rich_help_panel=MODEL)
-]
+LayersOption = Annotated[Optional[int], of_model(min=1, help="Number of layers of a shape model.")]
 DataOption = Annotated[
     Optional[Path],
-    typer.Option(
-        help="JSON Lines with messages, prompt and completion, or text; with --loss dpo: prompt, chosen and rejected.",
-        rich_help_panel=ROWS,
+    of_rows(
+        help="JSON Lines with messages, prompt and completion, or text; with --loss dpo: prompt, chosen and rejected."
     ),
 ]
-BatchOption = Annotated[int, typer.Option(min=1, help="Rows (or pairs) a step.", rich_help_panel=ROWS)]
-LengthOption = Annotated[int, typer.Option(min=2, help="Longest row, in tokens.", rich_help_panel=ROWS)]
+BatchOption = Annotated[int, of_rows(min=1, help="Rows (or pairs) a step.")]
+LengthOption = Annotated[int, of_rows(min=2, help="Longest row, in tokens.")]
 BatchingOption = Annotated[
     str,
-    typer.Option(
+    of_rows(
         help="padded: the rows of a batch are padded to one length. packed: the same rows form one row without "
-        "padding; each keeps its own positions and attention.",
-        rich_help_panel=ROWS,
+        "padding; each keeps its own positions and attention."
     ),
 ]
-PadToOption = Annotated[
-    int, typer.Option(min=1, help="Pad lengths to a multiple of this, in every system.", rich_help_panel=ROWS)
-]
-TooLongOption = Annotated[str, typer.Option(help="If a row is longer: error or drop.", rich_help_panel=ROWS)]
-ShapeOption = Annotated[
-    str,
-    typer.Option(help="BATCHxLENGTH[,...] of random tokens, for a shape model without --data.", rich_help_panel=ROWS),
-]
-HeldOutOption = Annotated[
-    int, typer.Option(min=0, help="Rows that are not trained on, for the held-out loss.", rich_help_panel=ROWS)
-]
-StepsOption = Annotated[
-    int, typer.Option(min=1, help="Optimizer steps; the first three are not timed.", rich_help_panel=TRAINING)
-]
-RateOption = Annotated[float, typer.Option(min=0, help="Learning rate, constant.", rich_help_panel=TRAINING)]
+PadToOption = Annotated[int, of_rows(min=1, help="Pad lengths to a multiple of this, in every system.")]
+TooLongOption = Annotated[str, of_rows(help="If a row is longer: error or drop.")]
+ShapeOption = Annotated[str, of_rows(help="BATCHxLENGTH[,...] of random tokens, for a shape model without --data.")]
+HeldOutOption = Annotated[int, of_rows(min=0, help="Rows that are not trained on, for the held-out loss.")]
+StepsOption = Annotated[int, of_training(min=1, help="Optimizer steps; the first three are not timed.")]
+RateOption = Annotated[float, of_training(min=0, help="Learning rate, constant.")]
 TrainerOption = Annotated[
-    str,
-    typer.Option(
-        help="sft: TRL's SFTTrainer, or its DPOTrainer with --loss dpo. loop: a plain PyTorch loop.",
-        rich_help_panel=TRAINING,
-    ),
+    str, of_training(help="sft: TRL's SFTTrainer, or its DPOTrainer with --loss dpo. loop: a plain PyTorch loop.")
 ]
 LossOption = Annotated[
     str,
-    typer.Option(
-        help="sft: cross-entropy of the answers. dpo: pairs of answers; the reference is the model without adapter.",
-        rich_help_panel=TRAINING,
+    of_training(
+        help="sft: cross-entropy of the answers. dpo: pairs of answers; the reference is the model without adapter."
     ),
 ]
-SeedOption = Annotated[
-    int, typer.Option(help="For adapters, the order of rows, and dropout.", rich_help_panel=TRAINING)
-]
+SeedOption = Annotated[int, of_training(help="For adapters, the order of rows, and dropout.")]
 SeedsOption = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        help="Number of seeds, from --seed on. Figures and curves then have a spread.",
-        rich_help_panel=TRAINING,
-    ),
+    int, of_training(min=1, help="Number of seeds, from --seed on. Figures and curves then have a spread.")
 ]
 TurnsOption = Annotated[
-    Optional[bool],
-    typer.Option(
-        "--turns/--one-by-one",
-        help="Alternate the systems step by step; the default on a CPU.",
-        rich_help_panel=JUDGING,
-    ),
+    Optional[bool], of_judging("--turns/--one-by-one", help="Alternate the systems step by step; the default on a CPU.")
 ]
 CheckOption = Annotated[
-    bool,
-    typer.Option(
-        "--check/--no-check",
-        help="Check losses and gradients against a high-precision reference.",
-        rich_help_panel=JUDGING,
-    ),
+    bool, of_judging("--check/--no-check", help="Check losses and gradients against a high-precision reference.")
 ]
-ReferenceStepsOption = Annotated[
-    int, typer.Option(min=1, help="Steps of the reference's loss curve.", rich_help_panel=JUDGING)
-]
+ReferenceStepsOption = Annotated[int, of_judging(min=1, help="Steps of the reference's loss curve.")]
 AgainstOption = Annotated[
     Optional[Path],
-    typer.Option(
+    of_judging(
         help="An older report.json: report what is slower, needs more memory or is less exact since then, and exit "
-        "with 1 if anything is. Without --model the old comparison is repeated.",
-        rich_help_panel=JUDGING,
+        "with 1 if anything is. Without --model the old comparison is repeated."
     ),
 ]

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from tunecompile.cli.commands import option_types as types
-from tunecompile.cli.commands.option_types import MACHINES, MODEL, ROWS
+from tunecompile.cli.commands.option_types import of_machines, of_model, of_rows
 from tunecompile.cli.options import exit_code, parse_budget, pick_mode, pick_rows
 from tunecompile.cli.plan_table import show
 from tunecompile.estimate import multi_gpu
@@ -26,45 +26,32 @@ def plan(
         ),
     ],
     qlora: types.QloraFlag = False,
-    lora: Annotated[bool, typer.Option("--lora", help="LoRA over the base in bf16.", rich_help_panel=MODEL)] = False,
+    lora: Annotated[bool, of_model("--lora", help="LoRA over the base in bf16.")] = False,
     full: types.FullFlag = False,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.", rich_help_panel=MODEL)] = 16,
+    rank: Annotated[int, of_model(min=1, help="Rank of the adapters.")] = 16,
     batch: Annotated[
-        Optional[int],
-        typer.Option(
-            min=1, help="Rows a step on each GPU; 1 if neither this nor --global-batch is given.", rich_help_panel=ROWS
-        ),
+        Optional[int], of_rows(min=1, help="Rows a step on each GPU; 1 if neither this nor --global-batch is given.")
     ] = None,
-    global_batch: Annotated[
-        Optional[int], typer.Option(min=1, help="Rows a step on all GPUs together.", rich_help_panel=ROWS)
-    ] = None,
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens a row.", rich_help_panel=ROWS)] = 2048,
+    global_batch: Annotated[Optional[int], of_rows(min=1, help="Rows a step on all GPUs together.")] = None,
+    seq_len: Annotated[int, of_rows(min=2, help="Tokens a row.")] = 2048,
     gpu: Annotated[
         str,
-        typer.Option(
+        of_machines(
             help="h200, h100, a100-80, l40s, rtx4090, ...; figures that differ from the datasheet follow: "
-            "h100,memory=94GiB.",
-            rich_help_panel=MACHINES,
+            "h100,memory=94GiB."
         ),
     ] = "h100",
-    gpus: Annotated[int, typer.Option(min=1, max=1024, help="GPUs of all machines.", rich_help_panel=MACHINES)] = 1,
-    gpus_per_node: Annotated[
-        int, typer.Option(min=1, max=64, help="GPUs of one machine.", rich_help_panel=MACHINES)
-    ] = 8,
+    gpus: Annotated[int, of_machines(min=1, max=1024, help="GPUs of all machines.")] = 1,
+    gpus_per_node: Annotated[int, of_machines(min=1, max=64, help="GPUs of one machine.")] = 8,
     network: Annotated[
-        float,
-        typer.Option(min=0.1, help="Between machines: GB/s for each GPU, in one direction.", rich_help_panel=MACHINES),
+        float, of_machines(min=0.1, help="Between machines: GB/s for each GPU, in one direction.")
     ] = 50.0,
     memory: Annotated[
         Optional[str],
-        typer.Option(
-            help="As for optimize: memory that each GPU's process may use. Default: all of the GPU.",
-            rich_help_panel=MACHINES,
-        ),
+        of_machines(help="As for optimize: memory that each GPU's process may use. Default: all of the GPU."),
     ] = None,
     host_memory: Annotated[
-        Optional[str],
-        typer.Option(help="Host memory for activations, for each GPU. Default: 64GiB.", rich_help_panel=MACHINES),
+        Optional[str], of_machines(help="Host memory for activations, for each GPU. Default: 64GiB.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
