@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tunecompile.cli.compare import data, models, ranks
-from tunecompile.cli.compare.losses import loss_of
+from tunecompile.cli.compare.loops import loss_of
 from tunecompile.cli.compare.request import Comparison, check_request
 from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.shapes import places

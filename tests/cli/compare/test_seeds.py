@@ -4,13 +4,12 @@ import pytest
 
 from tests.support.comparisons import run
 from tunecompile.cli.compare import tasks
-from tunecompile.cli.compare.curves import compare_curves
+from tunecompile.cli.compare.curves import compare_curves, merge_seeds
 from tunecompile.cli.compare.judge import judge_speed, judge_work
 from tunecompile.cli.compare.progress import Progress
 from tunecompile.cli.compare.render import run_table, write_reports
 from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.run import run_comparison
-from tunecompile.cli.compare.seeds import merge_seeds
 from tunecompile.cli.compare.spec import SYSTEMS, Job
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tunecompile.cli.compare.curves import batch_noise
+from tunecompile.cli.compare.curves import batch_noise, merge_seeds
 from tunecompile.cli.compare.data import digest
 from tunecompile.cli.compare.gradients import families
 from tunecompile.cli.compare.plots import quartile_distances
-from tunecompile.cli.compare.seeds import merge_seeds
 from tunecompile.cli.compare.spec import Job
 from tunecompile.errors import NotComparable
 from tunecompile.verification.tolerance import LIMIT, ORDER, TIE

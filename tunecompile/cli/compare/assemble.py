@@ -8,10 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from tunecompile.cli.compare import data, machine, models
-from tunecompile.cli.compare.curves import compare_curves, judge_curves
+from tunecompile.cli.compare.curves import compare_curves, judge_curves, merge_seeds
 from tunecompile.cli.compare.judge import EAGER, Check, judge_speed, judge_work
 from tunecompile.cli.compare.request import Comparison
-from tunecompile.cli.compare.seeds import merge_seeds
 from tunecompile.cli.compare.spec import Job, System
 from tunecompile.estimate.known_shapes import is_mixture, shape_config
 from tunecompile.planner.device_memory import HostGauge, budget_bytes

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tunecompile.cli.compare.against import APART, SAME
+from tunecompile.cli.compare.curves import merge_seeds
 from tunecompile.cli.compare.render import against_table, run_table
-from tunecompile.cli.compare.seeds import merge_seeds
 
 EVERY_S = 20  # seconds between printed lines where no bar can be drawn
 

@@ -1,13 +1,17 @@
-"""Distances between loss curves, and the noise of a batch."""
+"""Runs of several seeds as one, distances between loss curves, and the noise of a batch."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from statistics import median
 
 from tunecompile.cli.compare.spec import system
 from tunecompile.verification.tolerance import Verdict
 
 BASES = ("hf", "hf-checkpoint", "tunecompile")  # the others are compared with the first of these that finished
+#: figures of which several seeds give the median
+MEDIANS = ("tokens_per_s", "peak_gib", "peak_reserved_gib", "saved_bytes", "first_step_s", "first_step_warm_s")
+MEDIANS += ("launches_per_step", "host_ms_per_step", "held_out_before", "held_out_after")
 
 
 def base_of(runs: list[dict]) -> dict | None:
@@ -72,3 +76,46 @@ def judge_curves(runs: list[dict]) -> list[Verdict]:
             )
         )
     return verdicts
+
+
+# ---------------------------------------------------------------- seeds
+
+
+def merge_seeds(runs: list[dict]) -> list[dict]:
+    """One run for each system and shape, in the order of the first run of each. A single run is not changed.
+
+    In a merged run `losses` is the mean of each step, `band` the range of each step's loss, `spread` the range of each
+    figure, and `seeds` the numbers of finished runs and of all runs. If no run finished, the first one represents them.
+    """
+    groups: dict[tuple, list[dict]] = {}
+    for run in runs:
+        groups.setdefault((run["system"], run["shape"]), []).append(run)
+    return [group[0] if len(group) == 1 else merge(group) for group in groups.values()]
+
+
+def merge(group: list[dict]) -> dict:
+    """One run for several that differ only in their seed."""
+    fine = [run for run in group if run["status"] == "ok"]
+    if not fine:
+        return group[0] | {"seeds": [0, len(group)]}
+    steps = list(zip(*(run["losses"] for run in fine)))
+    found = {name: [run[name] for run in fine if run.get(name) is not None] for name in MEDIANS}
+    medians = {name: median(values) for name, values in found.items() if values}
+    times = [run["step_ms"] for run in fine]
+    low, high = min(time["min"] for time in times), max(time["max"] for time in times)
+    ranges = {**found, "last_loss": list(steps[-1])}
+    return fine[0] | {
+        **medians,
+        "seeds": [len(fine), len(group)],
+        "step_ms": {"median": median(time["median"] for time in times), "min": low, "max": high},
+        "all_step_ms": [ms for run in fine for ms in timed(run)],
+        "repeats": sum(len(timed(run)) for run in fine),
+        "losses": [sum(step) / len(step) for step in steps],
+        "band": [[min(step), max(step)] for step in steps],
+        "spread": {name: [min(values), max(values)] for name, values in ranges.items() if len(values) > 1},
+    }
+
+
+def timed(run: dict) -> list[float]:
+    """Milliseconds of the timed steps."""
+    return run.get("all_step_ms", [])[-run.get("repeats", 0) :] if run.get("repeats") else []

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tunecompile.cli.compare.loops import to_device
-from tunecompile.cli.compare.losses import loss_of
+from tunecompile.cli.compare.loops import loss_of, to_device
 from tunecompile.cli.compare.models import precision, set_initial_adapter, short_name
 from tunecompile.cli.compare.spec import Job
 

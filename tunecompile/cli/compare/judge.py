@@ -70,22 +70,12 @@ def judge_speed(runs: list[dict]) -> list[Verdict]:
     if not (eager and ours):
         return []
     before, after = eager["step_ms"]["median"], ours["step_ms"]["median"]
-    verdicts = [
-        Verdict(
-            f"a step takes at most {STEP_LIMIT} of eager's time",
-            after <= STEP_LIMIT * before,
-            f"{after / before:.3f}: {after:.1f} ms against {before:.1f} ms",
-        )
-    ]
+    detail = f"{after / before:.3f}: {after:.1f} ms against {before:.1f} ms"
+    verdicts = [Verdict(f"a step takes at most {STEP_LIMIT} of eager's time", after <= STEP_LIMIT * before, detail)]
     if "saved_bytes" in eager and "saved_bytes" in ours:
-        before, after = eager["saved_bytes"], ours["saved_bytes"]
-        verdicts.append(
-            Verdict(
-                "fewer bytes saved for backward than eager",
-                after < before,
-                f"{after / before:.3f}: {after / 2**20:.1f} MiB against {before / 2**20:.1f} MiB",
-            )
-        )
+        before, after = (run["saved_bytes"] / 2**20 for run in (eager, ours))
+        detail = f"{after / before:.3f}: {after:.1f} MiB against {before:.1f} MiB"
+        verdicts.append(Verdict("fewer bytes saved for backward than eager", after < before, detail))
     return verdicts
 
 

@@ -1,4 +1,4 @@
-"""The training code of all systems: a plain loop, and TRL's SFTTrainer or DPOTrainer."""
+"""The training code of all systems: a plain loop with its losses, and TRL's SFTTrainer or DPOTrainer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tunecompile.cli.compare.losses import BETA, loss_of
+from tunecompile.cli.compare.data import IGNORED
 from tunecompile.cli.compare.meters import StepClock
 from tunecompile.cli.compare.models import precision
 from tunecompile.cli.compare.parallel import Stepper, stepper
 from tunecompile.cli.compare.spec import REFERENCE, Job
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
+BETA = 0.1  # of DPO: weight of the distance to the reference
 
 
 @dataclass
@@ -25,7 +27,7 @@ class Trained:
     """A finished run, and what another step of the same kind needs, for measurements by an extra step."""
 
     clock: StepClock
-    forward: Callable[[Batch], torch.Tensor]
+    forward: Callable[[Batch], Tensor]
     stepper: Stepper
     batch: Batch
 
@@ -60,7 +62,7 @@ def train_loop(model: nn.Module, batches: list[Batch], job: Job, label: str) -> 
     """Train by a plain loop of forward, backward and step, and return the timed run."""
     steps, clock = stepper(model, job), StepClock(job.device, label, len(batches))
 
-    def forward(batch: Batch) -> torch.Tensor:
+    def forward(batch: Batch) -> Tensor:
         with precision(job):
             return loss_of(model, batch, job)
 
@@ -134,7 +136,7 @@ def train_trl(model: nn.Module, tokenizer, rows: list[dict], job: Job, label: st
         trainer.train()
     folder.cleanup()
 
-    def forward(batch: Batch) -> torch.Tensor:
+    def forward(batch: Batch) -> Tensor:
         with precision(job) if exact else contextlib.nullcontext():
             return original(model, dict(batch))
 
@@ -157,3 +159,38 @@ def timing_callback(clock: StepClock, pending: list[int]) -> Any:
             clock.end(clock.last_loss)
 
     return Timing()
+
+
+# ---------------------------------------------------------------- losses of the plain loop
+
+
+def loss_of(model: nn.Module, batch: Batch, job: Job) -> Tensor:
+    """The loss of a batch, a scalar with a graph.
+
+    batch: the arguments of the model, with labels. For DPO the rows with chosen answers precede the rejected ones.
+    """
+    return dpo_loss(model, batch) if job.loss == "dpo" else model(**batch).loss
+
+
+def dpo_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean of -log sigmoid(beta ((c - c_ref) - (r - r_ref))) over pairs (arXiv:2305.18290, equation 7).
+
+    c and r are the log-probabilities of chosen and rejected answers. The reference is the model without its adapter.
+    """
+    ours = answer_log_probs(model, batch)
+    with torch.no_grad(), model.disable_adapter():
+        reference = answer_log_probs(model, batch)
+    chosen, rejected = (ours - reference).chunk(2)
+    return -F.logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def answer_log_probs(model: nn.Module, batch: Batch) -> Tensor:
+    """The log-probability of each row's labelled tokens: [rows], in float32 or float64."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = batch["labels"][:, 1:]
+    return (
+        -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        .view(labels.shape)
+        .sum(1)
+    )

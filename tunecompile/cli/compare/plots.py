@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tunecompile.cli.compare.curves import batch_noise, differences
-from tunecompile.cli.compare.seeds import timed
+from tunecompile.cli.compare.curves import batch_noise, differences, timed
 from tunecompile.report.html import draw
 
 if TYPE_CHECKING:  # matplotlib is imported where it draws

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 
 from tunecompile.cli.compare import curves, plots
+from tunecompile.cli.compare.curves import merge_seeds
 from tunecompile.cli.compare.gradients import families
-from tunecompile.cli.compare.seeds import merge_seeds
 from tunecompile.report.html import make_environment
 from tunecompile.verification.tolerance import LIMIT, ORDER
 

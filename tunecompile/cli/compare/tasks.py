@@ -11,7 +11,6 @@ import torch
 
 import tunecompile
 from tunecompile.cli.compare import data, gradients, loops, meters, models, parallel, ranks
-from tunecompile.cli.compare.losses import loss_of
 from tunecompile.cli.compare.progress import Progress, say
 from tunecompile.cli.compare.spec import REFERENCE, Job, Shape, parse_shape
 from tunecompile.errors import CannotEstimate, NotOptimized, TunecompileError, UsageError
@@ -190,7 +189,7 @@ def held_out_loss(model: Any, batches: list[dict], job: Job) -> float:
         for batch in batches:
             labels = batch["labels"]
             weight = len(labels) if job.loss == "dpo" else int((labels[:, 1:] != data.IGNORED).sum())
-            total += float(loss_of(model, loops.to_device(batch, job.device), job)) * weight
+            total += float(loops.loss_of(model, loops.to_device(batch, job.device), job)) * weight
             count += weight
     return total / count
 
