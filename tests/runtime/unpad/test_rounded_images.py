@@ -292,7 +292,7 @@ def test_sizes_that_never_recur_are_replayed(monkeypatch):
     waited_for(monkeypatch, learns=False)
     plain = adapted(qwen3_vl)[0]
     ours = tunecompile.optimize(copy.deepcopy(plain), executor="eager")
-    replayed, inner, buffer = [], replay.Recording.replay, replay.GraphReplays.buffer
+    replayed, inner, buffer = [], replay.Recording.replay, replay.InputBuffers.of
 
     def watched(self, inputs):
         replayed.append(self)
@@ -300,7 +300,7 @@ def test_sizes_that_never_recur_are_replayed(monkeypatch):
 
     monkeypatch.setattr(replay.Recording, "replay", watched)
     # (the stand-in runs what it records, so that offsets have to be some)
-    monkeypatch.setattr(replay.GraphReplays, "buffer", lambda *given: buffer(*given).copy_(given[-1]))
+    monkeypatch.setattr(replay.InputBuffers, "of", lambda *given: buffer(*given).copy_(given[-1]))
     counts = []
     for size in (4, 5, 6, 9, 7, 10, 8, 11, 12, 13, 14, 15, 16):
         before = len(replayed)
