@@ -56,6 +56,7 @@ class SharedPrefixes:
         narrow = _together(
             [torch.tensor(offsets, device="cpu"), torch.tensor(tree, device="cpu"), places], device, torch.int32
         )
+        narrow = [part.clone() for part in narrow]  # graphs require that their inputs share no memory
         return SharedPrefixes(
             forest,
             wide[0],
@@ -73,10 +74,10 @@ class SharedPrefixes:
 
 
 def _together(parts: list[Tensor], device: torch.device, dtype: torch.dtype = torch.int64) -> list[Tensor]:
-    """Several lists of numbers on a device, by one copy; each has memory of its own, as graphs require of inputs."""
+    """Several lists of numbers on a device, by one copy."""
     whole = torch.cat(parts).to(dtype)
     whole = (whole.pin_memory() if device.type == "cuda" else whole).to(device, non_blocking=True)
-    return [part.clone() for part in whole.split([len(part) for part in parts])]
+    return list(whole.split([len(part) for part in parts]))
 
 
 class _Copies(torch.autograd.Function):
