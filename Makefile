@@ -1,5 +1,5 @@
 # make demo    fine-tune a small real model with and without tunecompile, and write reports/demo/report.html
-# make test    what needs no GPU, with the slow cases whose turn it is at HEAD (TURN=COMMIT: at another; TURN=: none; make test-turn: these alone); make test-all has all, and sends every case of a pass through the whole backend
+# make test    what needs no GPU, where its time goes is in reports/tests.json; make test-all has the slow cases, too, and sends every case of a pass through the whole backend
 # make lint    ruff and pyright; make format mends what they can mend by themselves
 # make docs    the pages of docs/ and all docstrings as a site, reports/docs/index.html
 # make test-versions  the golden table and quick tests with the oldest, the tested and the newest versions, as one table; ARGS=newest: these alone
@@ -16,7 +16,6 @@ TORCH_INDEX ?=
 SYSTEMS ?= eager,tunecompile
 OUT ?= reports/demo
 ARGS ?=
-TURN = $(shell git rev-parse HEAD 2>/dev/null)
 HOSTS := $(basename $(notdir $(wildcard tests/hosts/*.txt)))
 HOST ?= $(HOSTS)
 
@@ -34,7 +33,7 @@ DEMO := $(VENV)/.demo
 SPREAD := -n auto --maxprocesses 4 --dist worksteal
 endif
 
-.PHONY: all demo docs format lint test test-all test-turn test-gpu test-hosts test-versions wheel clean links
+.PHONY: all demo docs format lint test test-all test-gpu test-hosts test-versions wheel clean links
 all: test
 
 # torch first and alone: with it in place, pip never looks for another build of it.
@@ -83,13 +82,10 @@ demo: $(DEMO)
 	PYTHONDONTWRITEBYTECODE= $(PY) -m tunecompile demo --data benchmarks/data/wordnet.jsonl --systems $(SYSTEMS) --out $(OUT) $(ARGS)
 
 test: $(READY)
-	$(if $(SPREAD),OMP_NUM_THREADS=1) $(PY) -m pytest -m "not gpu and (not slow or turn)" $(if $(TURN),--turn-of $(TURN)) $(SPREAD) $(ARGS)
-
-test-turn: $(READY)
-	$(if $(SPREAD),OMP_NUM_THREADS=1) $(PY) -m pytest -m turn --turn-of $(TURN) $(SPREAD) $(ARGS)
+	$(if $(SPREAD),OMP_NUM_THREADS=1) $(PY) -m pytest -m "not gpu and not slow" --durations-to reports/tests.json $(SPREAD) $(ARGS)
 
 test-all: $(READY)
-	$(if $(SPREAD),OMP_NUM_THREADS=1) $(PY) -m pytest -m "not gpu" $(SPREAD) $(ARGS)
+	$(if $(SPREAD),OMP_NUM_THREADS=1) $(PY) -m pytest -m "not gpu" --durations-to reports/tests.json $(SPREAD) $(ARGS)
 
 test-gpu: $(READY)
 	$(PY) -m pytest -m gpu $(ARGS)

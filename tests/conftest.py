@@ -48,27 +48,25 @@ def pytest_collection(session):
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--turn-of", metavar="COMMIT", default="", help="mark the slow cases whose turn it is at this commit"
-    )
+    parser.addoption("--durations-to", metavar="FILE", type=Path, help="write where the time of the tests goes, as JSON")
+
+
+def pytest_configure(config):
+    if path := config.getoption("durations_to"):
+        from tests.support.durations import Durations
+
+        config.pluginmanager.register(Durations(path.absolute()))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     from tests.support.compiling import without_profiles, without_queues, without_traces
-    from tests.support.turns import turn
 
     without_profiles()
     without_traces()
     without_queues()
     if unnamed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"no two processes call it the same, give the case a name: {unnamed[0]}")
-    if commit := config.getoption("turn_of"):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        drawn = turn((item.nodeid for item in slow if not any(map(item.get_closest_marker, ("gpu", "long")))), commit)
-        for item in slow:
-            if item.nodeid in drawn:
-                item.add_marker(pytest.mark.turn)
     if has_gpu():
         items.sort(key=longest_first)
         return
@@ -76,19 +74,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    commit, stats = config.getoption("turn_of"), terminalreporter.stats
-    ended = [report for outcome in ("passed", "failed", "error", "skipped") for report in stats.get(outcome, ())]
-    if commit and (
-        slow := {report.nodeid: report.duration for report in ended if "turn" in getattr(report, "keywords", ())}
-    ):
-        longest = max(slow, key=slow.__getitem__)
-        terminalreporter.write_line(
-            f"{len(slow)} slow cases, whose turn it was at {commit[:12]}: one that fails may have failed before this commit. "
-            f"The longest took {slow[longest]:.0f} s: {longest}"
-        )
 
 
 #: tests that compile whole models on a GPU, or start processes, those of most graphs first

@@ -63,7 +63,6 @@ def test_errors_that_docstrings_name_exist():
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_the_site_builds(tmp_path):
     """In strict mode: pages, links, anchors, cross-references and docstrings are complete."""
     pytest.importorskip("material")
@@ -173,7 +172,6 @@ def test_the_callback_of_the_guide_runs(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["DPO", "GRPO", "KTO", "RLOO", "Reward", "Distillation"])
 def test_trls_trainers_run(kind, op_by_op, monkeypatch, tmp_path):

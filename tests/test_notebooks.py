@@ -65,7 +65,6 @@ def folder_of(model: torch.nn.Module, folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.timeout(580)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

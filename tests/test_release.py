@@ -84,7 +84,6 @@ def test_the_archive_has_all_that_the_wheel_has(built):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("version", PYTHONS)
 def test_the_wheel_installs(version, built, tmp_path):
     """Into each Python that is there: every file compiles, and the command says what it lacks."""

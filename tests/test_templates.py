@@ -10,15 +10,12 @@ import torch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU, in this process")
-@pytest.mark.parametrize(
-    "cases", ["(not slow or turn)", pytest.param("slow", marks=[pytest.mark.slow, pytest.mark.long])]
-)
-def test_in_tritons_interpreter(cases, pytestconfig):
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_tritons_interpreter(cases):
     pytest.importorskip("triton")
-    folder, commit = Path(__file__).parent, pytestconfig.getoption("turn_of")
-    turn = ["--turn-of", commit] if commit else []
+    folder = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", f"not gpu and {cases}", *turn, str(folder / "templates")],
+        [sys.executable, "-m", "pytest", "-q", "-m", f"not gpu and {cases}", str(folder / "templates")],
         cwd=folder.parent,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.names import missing
-from tests.support.turns import SHARE, turn
 
 ROOT = Path(__file__).parents[1]
 
@@ -137,30 +136,8 @@ def test_a_name_that_is_there_or_not_known_is_none(code):
     assert not {*missing(code)}
 
 
-def test_each_slow_case_has_its_turn():
-    cases = [f"tests/test_{file}.py::test_it[{case}]" for file in range(80) for case in range(3)]
-    turns = [turn(cases, f"commit {commit}") for commit in range(40 * SHARE)]
-    assert set.union(*turns) == {*cases}
-    assert abs(sum(map(len, turns)) / len(turns) - 80 / SHARE) < 0.3
-    assert all(len({case.partition("[")[0] for case in found}) == len(found) for found in turns)
-
-
-def test_a_turn_is_the_commits_whatever_else_is_there():
-    cases = [f"tests/test_{file}.py::test_it" for file in range(400)]
-    whole = turn(cases, "a commit")
-    assert whole and {case for case in cases[:200] if case in whole} == turn(cases[:200], "a commit")
-    assert whole != turn(cases, "another")
-
-
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_takes_the_name_of_one_test():
     name = "tests/ops/test_lora.py::test_stacked[two:1]"
     made = subprocess.run(["make", "-n", "test", f"ARGS={name}"], cwd=ROOT, capture_output=True, text=True)
     assert made.returncode == 0 and name in made.stdout, made.stderr
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("commit, said", [("cafe", True), ("", False)])
-def test_make_says_whose_turn_it_is(commit, said):
-    made = subprocess.run(["make", "-n", "test", f"TURN={commit}"], cwd=ROOT, capture_output=True, text=True)
-    assert made.returncode == 0 and ("--turn-of cafe" in made.stdout, "--turn-of" in made.stdout) == (said, said)

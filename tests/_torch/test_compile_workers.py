@@ -78,7 +78,6 @@ def test_attention_is_loaded_beside_all_else():
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_what_is_sent_early_is_done():
     """By torch's real processes."""
     async_compile.shutdown_compile_workers()

@@ -183,7 +183,6 @@ print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"], torch._dyn
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_code_of_one_machine_runs_on_the_next(machine, tmp_path):
     def step():
         done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True)

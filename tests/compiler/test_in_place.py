@@ -199,7 +199,6 @@ def test_a_layer_that_writes_before_it_reads(layer):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_layer_that_writes_its_input_under_inductor():
     trains_as_eager(Doubled, checkpointed)
     report = trains_as_eager(Doubled, lambda model: tunecompile.optimize(model, memory="1KiB"))

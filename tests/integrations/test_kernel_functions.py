@@ -218,7 +218,6 @@ def test_which_files_keep_documents_apart(family, apart, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_compiled_for_real():
     model = hybrids.make("qwen3_5", torch.float32)
     reference = copy.deepcopy(model)

@@ -78,7 +78,6 @@ def test_verified(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
 def test_by_inductor(kind, tmp_path):
     packed, dense = pair(tmp_path, kind)

@@ -81,7 +81,6 @@ def test_in_bfloat16_no_further_from_fp32_than_eager(family):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_by_inductor():
     packed, dense = pair("qwen3_moe", dtype=torch.bfloat16)
     true = gradients(copy.deepcopy(dense).float())

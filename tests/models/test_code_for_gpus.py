@@ -9,7 +9,7 @@ from tests.support.fresh_process import STANDS_IN, printed
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 pytest.importorskip("triton")
-pytestmark = [*STANDS_IN, pytest.mark.slow, pytest.mark.long]
+pytestmark = [*STANDS_IN, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.support.notes import fell_back
 from tests.support.trainers import arguments
 
 trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(560), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(560), pytest.mark.filterwarnings("ignore")]
 
 STEPS, SEEDS = 50, 5
 SAMPLED = dict(max_completion_length=8, per_device_train_batch_size=4, gradient_accumulation_steps=1)

@@ -18,7 +18,7 @@ from tests.support.notes import fell_back
 from tunecompile.cli.compare.demo import NAME, cache_folder
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(560), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(560), pytest.mark.filterwarnings("ignore")]
 
 DATA = Path(__file__).parents[2] / "benchmarks/data/wordnet.jsonl"
 FOLDER = cache_folder() / NAME

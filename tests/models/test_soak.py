@@ -78,7 +78,6 @@ def smooth(losses: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_three_hundred_steps_follow_eager():
     """Dropout draws other masks under compilation, so eager's distance to itself under another seed is the yardstick."""
     eager, again = smooth(train(model(), 0)), smooth(train(model(), 1))

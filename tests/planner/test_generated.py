@@ -27,7 +27,6 @@ def off(shape, *plans):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_delta_rule_that_is_recomputed():
     """Without `lower.kernel_operands` it takes 31% more; without `in_order` 24% (5% in torch 2.13); without both 64%;
     with a convolution whose gradient is padded behind its rows alone, 57% in torch 2.13."""
@@ -35,7 +34,6 @@ def test_a_delta_rule_that_is_recomputed():
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_dense_layers_that_are_recomputed():
     """Large results computed together from afar take 5% more of `all`, torch's own order 6% of `attention`, and small
     kernels joined wherever they stand 15% of `tiles`."""

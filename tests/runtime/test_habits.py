@@ -372,7 +372,6 @@ def test_a_part_of_a_model_was_optimized_before():
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_generated_code():
     """The one test here that compiles for real: the head, a norm, RoPE on pairs and a fused gate, symbolic from the second shape on."""
     torch.manual_seed(0)

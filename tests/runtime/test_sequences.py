@@ -209,7 +209,7 @@ class Training(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    "sequences, acts", [(1, 6), pytest.param(200, 10, marks=[pytest.mark.slow, pytest.mark.long])], ids=["few", "many"]
+    "sequences, acts", [(1, 6), pytest.param(200, 10, marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_sequences_of_acts(sequences, acts):
     options = dict(max_examples=sequences, stateful_step_count=acts, deadline=None, derandomize=sequences < 100)

@@ -120,7 +120,6 @@ def test_processes_that_are_started_ahead_wait_for_each_other(scripted, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_eager_against_itself_passes_every_check_of_the_shallow_model(tmp_path, monkeypatch):
     """TUNECOMPILE=0 makes the optimized system eager: the comparison's own noise is nil."""
     monkeypatch.setenv("TUNECOMPILE", "0")
@@ -149,7 +148,6 @@ def test_eager_against_itself_passes_every_check_of_the_shallow_model(tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_second_process_finds_the_caches_of_the_first(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNECOMPILE", "0")  # what is cached does not matter here
     seen = []

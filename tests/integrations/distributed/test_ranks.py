@@ -29,7 +29,7 @@ def check(modules: str, slow: bool, ranks: int, folder, **options):
     assert not failed, "\n\n".join(failed)
 
 
-ALL = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1300)]
+ALL = [pytest.mark.slow, pytest.mark.timeout(1300)]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,6 @@ def test_on_two_ranks(modules, slow, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize("slow", [False, True])
 def test_on_four_ranks(slow, tmp_path):

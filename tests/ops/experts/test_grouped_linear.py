@@ -144,7 +144,6 @@ def test_provider_against_reference():
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_inductor_keeps_the_layout_that_products_read():
     """It chose strides for the copy of an adapter of which no row was dense, at sizes like these."""
     experts, width, columns = 128, 256, 512

@@ -66,7 +66,6 @@ def test_other_numbers_and_sizes_of_images_are_one_graph(make, implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_code_of_inductor_for_other_sizes():
     """No further from fp64 than eager in fp32 is."""
     model = Tower(qwen2_5_vl)
