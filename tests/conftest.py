@@ -48,7 +48,9 @@ def pytest_collection(session):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--durations-to", metavar="FILE", type=Path, help="write where the time of the tests goes, as JSON")
+    parser.addoption(
+        "--durations-to", metavar="FILE", type=Path, help="write where the time of the tests goes, as JSON"
+    )
 
 
 def pytest_configure(config):
@@ -127,14 +129,16 @@ def few_objects():
 
 @pytest.fixture(autouse=True)
 def fresh_compiler(request):
-    """No test sees another one's Dynamo caches or random state, or graphs of code that it replaced."""
+    """No test sees another one's Dynamo caches or random state, or graphs of code that it replaced. Those of a module
+    marked `shared_graphs` have its fixtures' models in common, and what these are compiled to."""
     import torch
 
-    torch._dynamo.reset()
+    reset = torch._dynamo.reset if request.node.get_closest_marker("shared_graphs") is None else bool
+    reset()
     torch.manual_seed(0)
     with own_graphs() if "monkeypatch" in request.fixturenames else contextlib.nullcontext():
         yield
-    torch._dynamo.reset()
+    reset()
 
 
 @pytest.fixture(autouse=True)

@@ -35,13 +35,33 @@ def test_questions_of_the_host_are_refused(ask):
 @pytest.mark.parametrize(
     "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in zoo.NAMES if f not in LEFT]
 )
-def test_tokens_of_each_family(family):
-    """Weights are large, so that a wrong mask or position changes tokens."""
+def test_tokens_of_each_family(family, monkeypatch):
+    """With padding on the left and without, windows shorter than the prompt, rows that end early, and rows of one prompt,
+    as GRPO has them: these are computed once. Weights are large, so that a wrong mask or position changes tokens."""
     model, ours, loop = pair(family, initializer_range=0.15)
     loop.recorder = Frozen()
-    settings = greedy(max_new_tokens=30, eos_token_id=None)
-    assert torch.equal(ours.generate(**prompts(), **settings), model.generate(**prompts(), **settings))
+    counts, forward = [], type(ours)._prefill
+    monkeypatch.setattr(
+        type(ours),
+        "_prefill",
+        lambda m, ids, *more, **named: counts.append(len(ids)) or forward(m, ids, *more, **named),
+    )
+
+    def same(inputs, rows, **options):
+        expected = model.generate(**inputs, **greedy(**options))
+        counts.clear()
+        assert torch.equal(ours.generate(**inputs, **greedy(**options)), expected) and counts == [rows]
+
+    same(prompts(), 3, max_new_tokens=30, eos_token_id=None)
     assert loop.recorder.replays == 28 and loop.refused is None
+    same(prompts(), 3)
+    same({"input_ids": prompts(1)["input_ids"]}, 1)
+    same({name: value[[0, 0, 0, 1, 1, 2, 0]] for name, value in prompts().items()}, 4)
+    torch.manual_seed(0)
+    counts.clear()
+    drawn = ours.generate(**prompts(), **greedy(do_sample=True, num_return_sequences=3, eos_token_id=None))
+    assert counts == [3] and drawn.shape[0] == 9 and len({tuple(row.tolist()) for row in drawn}) == 9
+    assert loop.calls == 5 and not loop.left
 
 
 def test_a_window_that_fills_while_tokens_are_generated():
