@@ -49,9 +49,11 @@ def alone():
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("around", [[*AROUND][:3], [*AROUND][3:]], ids=", ".join)
 def test_the_same_estimate(around, alone):
     """Under `inference_mode` no layer was said to be trained."""
     torch._dynamo.reset()
-    with AROUND[around]():
+    with contextlib.ExitStack() as stack:
+        for each in around:
+            stack.enter_context(AROUND[each]())
         assert tunecompile.estimate(meta_model("llama-tiny", "qlora", 8), (2, 64), gpu="h100") == alone

@@ -1,6 +1,7 @@
 """Models trained in threads of one process, each of which compiles while others run. torch's flags for that are the process's."""
 
 import contextlib
+import itertools
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_same_run
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, pair
 from tests.support.notes import fell_back
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.step.of_thread import of_thread
@@ -111,32 +112,33 @@ TRAIN = [trained, trained_without_padding]
 OTHERS = [generated, scored, scored_without_padding]
 
 
-@pytest.mark.parametrize(
-    "outer, inner", [*((train, other) for train in TRAIN for other in OTHERS), *((other, trained) for other in OTHERS)]
-)
-def test_another_thread_uses_the_model_between_two_layers(monkeypatch, outer, inner):
+@pytest.mark.parametrize("outers, inners", [(TRAIN, OTHERS), (OTHERS, [trained])], ids=["train", "others"])
+def test_another_thread_uses_the_model_between_two_layers(monkeypatch, outers, inners):
     """As asynchronous rollouts do: one trains. Neither sees the other's call, and layers go on being compiled."""
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=3).train())
+    model, reference = pair(lambda: attending(num_hidden_layers=3))
     run, found = LayerSlot._run, []
     trained(model)  # which says who trains
-    expected = outer(reference), inner(reference)
 
-    def interrupt(place):
+    def interrupt(place, inner):
         if place == 1 and threading.current_thread() is threading.main_thread() and not found:
             found.append(None)
             thread = threading.Thread(target=lambda: found.append(inner(model)))
             thread.start()
             thread.join()
 
-    def interrupted(slot, args, kwargs):
-        interrupt(slot.place)
-        return run(slot, args, kwargs)
+    for outer, inner in itertools.product(outers, inners):
 
-    monkeypatch.setattr(LayerSlot, "_run", interrupted)
-    for _ in range(3):
-        found.clear()
-        mine = outer(model)
-        assert torch.allclose(mine, expected[0], atol=1e-5) and torch.allclose(found[1], expected[1], atol=1e-5)
+        def interrupted(slot, args, kwargs):
+            interrupt(slot.place, inner)
+            return run(slot, args, kwargs)
+
+        expected = outer(reference), inner(reference)
+        monkeypatch.setattr(LayerSlot, "_run", interrupted)
+        for _ in range(3):
+            found.clear()
+            mine = outer(model)
+            assert torch.allclose(mine, expected[0], atol=1e-5), (outer, inner)
+            assert torch.allclose(found[1], expected[1], atol=1e-5), (outer, inner)
     assert not fell_back(model)
     (region,) = tunecompile.report(model).regions
     assert region.compiles <= 3, region

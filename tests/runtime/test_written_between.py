@@ -30,7 +30,7 @@ def of_pairs(mask: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("form", [lambda mask: mask, of_pairs], ids=["rows", "pairs"])
 def test_a_mask_that_is_refilled_for_each_batch(form):
     """One buffer, as loops that save allocations have it: a mask of rows, or of pairs, which layers are given as it is."""
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    model, reference = pair(attending)
     buffer = form(lengths_mask(6, 6)).clone()
     for seed, lengths in enumerate(LENGTHS):
         mask = lengths_mask(*lengths)

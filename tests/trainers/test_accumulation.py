@@ -8,7 +8,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tests.support.models.pairs import small
+from tests.support.models.pairs import of_plain_layers, small
 from tests.support.notes import find, has
 from tests.support.trainers import Rows, arguments, collate, curve
 from tunecompile.integrations import trainer_batches
@@ -31,8 +31,13 @@ def padded(rows):
 def trainer(folder, callbacks, model=None, kind=None, data=None, **options):
     options = {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 2, **options}
     args = arguments(transformers.TrainingArguments, folder, eval_strategy="no", **options)
-    about = {"model": model or zoo.adapt(small()), "args": args, "callbacks": callbacks, "data_collator": padded}
+    about = {"model": model or plain_layers(), "args": args, "callbacks": callbacks, "data_collator": padded}
     return (kind or transformers.Trainer)(train_dataset=data or dataset(), **about)
+
+
+def plain_layers():
+    """What is asked of batches is not asked of layers."""
+    return zoo.adapt(of_plain_layers(), target_modules=["inner"])
 
 
 def merging(**options):
@@ -60,15 +65,19 @@ class Batches(transformers.TrainerCallback):
         self.gradients.append({name: p.grad.clone() for name, p in self.model.named_parameters() if p.requires_grad})
 
 
-@pytest.mark.parametrize("shuffled", ["random", "group_by_length"])
-def test_a_step_is_the_same_in_one_batch(tmp_path, shuffled):
+@pytest.mark.parametrize(
+    "shuffled, build",
+    [("random", lambda: zoo.adapt(small())), ("group_by_length", plain_layers)],
+    ids=["random", "by length"],
+)
+def test_a_step_is_the_same_in_one_batch(tmp_path, shuffled, build):
     """Losses, gradients, weights, steps and epochs are eager's, also of a last step with fewer rows."""
     strategy = {"train_sampling_strategy": shuffled} if shuffled != "random" else {}
     apart, at_once = Batches(), Batches()
-    plain = trainer(tmp_path, [apart], **strategy)
+    plain = trainer(tmp_path, [apart], build(), **strategy)
     plain.train()
     door = merging()
-    ours = trainer(tmp_path, [door, at_once], **strategy)
+    ours = trainer(tmp_path, [door, at_once], build(), **strategy)
     ours.train()
     assert apart.rows == [2] * 22 and at_once.rows == [8, 8, 6] * 2
     assert curve(ours) == pytest.approx(curve(plain), rel=1e-4) and len(curve(ours)) == 12

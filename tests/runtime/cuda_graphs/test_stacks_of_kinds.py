@@ -7,6 +7,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
+from tests.support.models.pairs import without_mlps
 from tests.support.stacks import TakesOne, of, recorded, same
 from tunecompile.runtime.cuda_graphs import stacks
 from tunecompile.runtime.model_state import state_of
@@ -16,10 +17,10 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_sizes_and_padding_change(on_cpu, replayed, family):
     """Padded batches run as rows without padding, whose sizes are rounded: each is recorded once."""
-    reference = zoo.adapt(zoo.make(family, num_hidden_layers=3)).train()
+    reference = zoo.make(family, num_hidden_layers=3).train()
     models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
     for seed, length in enumerate([16, 12, 16, 12, 9, 16, 12, 9, 16, 12]):
         batch = zoo.batch(seed=seed, length=length)
@@ -31,7 +32,9 @@ def test_sizes_and_padding_change(on_cpu, replayed, family):
     assert recorded(models[0]) >= 2 and set(replayed) == {3} and not of(models[0]).broken
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["lfm2", "gemma3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_5", "gemma2", "gpt_oss"))]
+)
 def test_layers_of_several_kinds(on_cpu, replayed, family):
     """Tables that the first kind does not read are arguments of all; those with a window have a mask of their own."""
     reference = zoo.adapt(zoo.make(family, num_hidden_layers=3)).train()
@@ -53,7 +56,8 @@ def test_layers_that_hand_on_keys_stand_between_stacks(on_cpu, replayed):
     """As in Gemma 4 E4B: of ten layers the fifth and sixth keep theirs for the last four; each has a value of its own."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 3 + ["full_attention"]
     own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256, "num_kv_shared_layers": 4}
-    reference = zoo.adapt(zoo.make("gemma4", num_hidden_layers=10, layer_types=kinds, **own)).train()
+    model = without_mlps(zoo.make("gemma4", num_hidden_layers=10, layer_types=kinds, **own))
+    reference = zoo.adapt(model, target_modules=["q_proj", "v_proj"]).train()
     models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
     for seed in range(7):
         batch = zoo.batch(seed=seed, length=16)

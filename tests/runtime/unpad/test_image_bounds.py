@@ -42,6 +42,11 @@ def optimized(model: nn.Module) -> nn.Module:
     return tunecompile.optimize(copy.deepcopy(model), executor="eager")
 
 
+def implementations(model: nn.Module) -> dict[str, str]:
+    configs = {name: module.config for name, module in model.named_modules() if hasattr(module, "config")}
+    return {name: getattr(config, "_attn_implementation", "") for name, config in configs.items()}
+
+
 @pytest.mark.parametrize(
     ("make", "implementation"),
     [
@@ -53,8 +58,9 @@ def optimized(model: nn.Module) -> nn.Module:
     ],
 )
 def test_other_numbers_and_sizes_of_images_are_one_graph(make, implementation):
-    """Windows, whole images, frames of a video, one image alone."""
+    """Windows, whole images, frames of a video, one image alone. Other calls and configs are as they were."""
     model = Tower(make, implementation).double()
+    before = implementations(model)
     ours, eps = optimized(model), 1e-6 if implementation == "eager" else 1e-9  # eager's softmax is in fp32
     for grids in EDGES:
         batch = images_of(grids, torch.float64)
@@ -63,6 +69,9 @@ def test_other_numbers_and_sizes_of_images_are_one_graph(make, implementation):
     region = report.regions[0]
     assert not fell_back(ours) and region.compiles == 1, report
     assert region.providers["varlen_attention: reference"] == 1, report
+    assert implementations(ours) == before
+    with torch.no_grad():
+        assert torch.equal(ours.eval()(**batch).loss, model.eval()(**batch).loss)
 
 
 @pytest.mark.slow
@@ -151,26 +160,12 @@ def test_images_that_a_mask_keeps_apart():
     assert report.regions[0].compiles == 1 and report.regions[0].providers["varlen_attention: reference"], report
 
 
-def test_other_calls_and_configs_are_as_they_were():
-    model = Tower(qwen2_5_vl)
-    ours, batch = optimized(model), images_of(EDGES[1])
-    before = {name: getattr(config, "_attn_implementation", "") for name, config in configs(ours)}
-    zoo.step(ours, batch)
-    assert {name: getattr(config, "_attn_implementation", "") for name, config in configs(ours)} == before
-    with torch.no_grad():
-        assert torch.equal(ours.eval()(**batch).loss, model.eval()(**batch).loss)
-
-
 @pytest.mark.slow
 def test_towers_that_the_user_compiles_are_image_by_image():
     model = Tower(qwen2_5_vl)
     optimized(model)
     batch, again = images_of(EDGES[1]), copy.deepcopy(model).train()
     torch.testing.assert_close(torch.compile(again, backend="eager")(**batch).loss, model.train()(**batch).loss)
-
-
-def configs(model: nn.Module):
-    return [(name, module.config) for name, module in model.named_modules() if hasattr(module, "config")]
 
 
 @pytest.mark.slow
