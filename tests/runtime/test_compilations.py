@@ -10,7 +10,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_step
-from tests.support.models.pairs import pair, small
+from tests.support.models.pairs import attending, pair, small
 from tests.support.notes import fell_back, find, has
 from tunecompile.compiler.backend import CompiledAs, WeakBackend
 from tunecompile.planner.solver import KEEP, RECOMPUTE
@@ -45,7 +45,7 @@ def translation(rows: int, length: int, target: int, seed: int) -> dict:
 
 
 def test_batches_of_many_shapes():
-    model, reference = pair(small)
+    model, reference = pair(attending)
     for seed, (rows, length) in enumerate(SHAPES):
         assert_same_step(model, reference, zoo.batch(256, rows, length, seed=seed))
     assert compiles(model) == [2]

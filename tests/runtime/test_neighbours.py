@@ -11,7 +11,7 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
-from tests.support.models.pairs import checkpoint, optimized, small
+from tests.support.models.pairs import attending, checkpoint, optimized
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -45,7 +45,7 @@ def test_imported_before_everything_else(tmp_path):
 import tunecompile
 import peft, transformers
 from tests.support import zoo
-model, reference = zoo.adapt(zoo.make("llama", num_hidden_layers=2)), zoo.adapt(zoo.make("llama", num_hidden_layers=2))
+model, reference = zoo.adapt(attending()), zoo.adapt(attending())
 (loss, mine), (expected, exact) = zoo.step(tunecompile.optimize(model, executor="eager"), zoo.batch()), zoo.step(reference, zoo.batch())
 print(abs(loss - expected).item() < 1e-4 and max(zoo.errors(mine, exact).values()) < 1e-4 and tunecompile.report(model).compiles > 0)
 """
@@ -90,7 +90,7 @@ def test_nothing_of_another_package_is_assigned_to():
         }
         return seen
 
-    model = zoo.adapt(small())
+    model = zoo.adapt(attending())
     zoo.step(model, zoo.batch())  # what others do lazily at their first step
     torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(1, requires_grad=True))
     before = snapshot()
@@ -107,7 +107,7 @@ def test_decoding_is_compiled_once_by_who_compiles_it():
     """`generate` with a static cache compiles the model's forward: nothing that changes from call to call may be read."""
     from transformers import StaticCache
 
-    plain = zoo.adapt(zoo.make("llama", num_hidden_layers=2))
+    plain = zoo.adapt(attending())
     model = tunecompile.optimize(copy.deepcopy(plain), executor="eager", memory="64GiB")
     zoo.step(model, zoo.batch())
     model.eval(), plain.eval()

@@ -8,7 +8,7 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, of_plain_layers, pair
 from tunecompile.runtime.layers import norm_slot
 
 pytest.importorskip("transformers")
@@ -51,7 +51,7 @@ def test_padding_is_not_normalised(monkeypatch):
     seen: list = []
     run = norm_slot.call_original
     monkeypatch.setattr(norm_slot, "call_original", lambda norm, x: seen.append(x.shape) or run(norm, x))
-    model, reference = pair(lambda: zoo.make("llama"))
+    model, reference = pair(attending)
     for seed in range(2):
         inputs = padded(3, 24, "left", seed=seed)
         (loss, gradients), (expected, exact) = zoo.step(model, inputs), zoo.step(reference, inputs)
@@ -66,7 +66,7 @@ def test_padding_is_not_normalised(monkeypatch):
 
 def test_small_batches_are_left_alone(monkeypatch):
     """Those of training steps and of evaluations; a generation runs the norm's own code."""
-    model = tunecompile.optimize(zoo.adapt(zoo.make("llama")), executor="eager")
+    model = tunecompile.optimize(zoo.adapt(of_plain_layers(), target_modules=["inner"]), executor="eager")
     zoo.step(model, zoo.batch())
     assert not compiled(model)
     monkeypatch.setattr(norm_slot, "LARGE", 0)
@@ -83,7 +83,7 @@ def test_small_batches_are_left_alone(monkeypatch):
 
 def test_fewer_bytes_are_saved(monkeypatch):
     """Of hidden states in half precision, no copy in fp32."""
-    model = tunecompile.optimize(zoo.adapt(zoo.make("llama").to(torch.bfloat16)), executor="eager")
+    model = tunecompile.optimize(attending().to(torch.bfloat16), executor="eager")
     before = saved_bytes(model)
     monkeypatch.setattr(norm_slot, "LARGE", 0)
     zoo.step(model, zoo.batch(rows=2, length=64))
@@ -94,7 +94,7 @@ def test_fewer_bytes_are_saved(monkeypatch):
 def test_a_policy_is_scored_by_the_code_that_trains_it(monkeypatch):
     """Eager code would round otherwise: log-ratios of the first step were not 0."""
     monkeypatch.setattr(norm_slot, "LARGE", 0)
-    model = tunecompile.optimize(zoo.adapt(zoo.make("llama")), executor="eager")
+    model = tunecompile.optimize(zoo.adapt(of_plain_layers(), target_modules=["inner"]), executor="eager")
     inputs = {"input_ids": zoo.batch()["input_ids"], "use_cache": False}
     with torch.no_grad():
         old = model(**inputs).logits

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.support import zoo
-from tests.support.models.pairs import pair, small
+from tests.support.models.pairs import attending, pair
 from tunecompile.integrations.peft.reference import SwitchedOff
 
 pytest.importorskip("peft")
@@ -110,7 +110,7 @@ def test_removed_modules_are_freed():
 
 
 def test_a_reference_runs_the_products_that_train():
-    model, plain = pair(lambda: zoo.adapt(small()))
+    model, plain = pair(lambda: zoo.adapt(attending()))
     for each in (model, plain):
         zoo.step(each, zoo.batch())
     with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
@@ -123,6 +123,6 @@ def test_a_reference_runs_the_products_that_train():
         for region in model._tunecompile.regions
         for (way, _), variant in region.variants.items()
     }
-    assert found["without_adapters"] == found["training"] and ("lora", 7) in found["training"]
+    assert found["without_adapters"] == found["training"] and ("lora", 4) in found["training"]
     with model.disable_adapter():
         assert [each for each, _ in state(model)] == [True] * len(linears(model))

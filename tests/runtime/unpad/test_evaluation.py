@@ -84,13 +84,12 @@ def test_no_operation_makes_logits(reading):
     assert counts[0] == 0 < counts[1]
 
 
-@READING
-def test_logits_that_are_read_are_real_at_padding_too(reading, made):
+def test_logits_that_are_read_are_real_at_padding_too(made):
     """After the call, and of an earlier one. From then on evaluations keep their padding; training steps do not."""
     model, reference = pair(attending)
     in_eval(model, reference)
     batches = [padded(seed=seed) for seed in range(3)]
-    with reading():
+    with torch.inference_mode():
         ours = [model(**inputs) for inputs in batches]
         theirs = [reference(**inputs) for inputs in batches]
     model.train()
@@ -102,13 +101,13 @@ def test_logits_that_are_read_are_real_at_padding_too(reading, made):
         assert torch.equal(mine.logits.argmax(-1), exact.logits.argmax(-1))
     assert len(made) == 3 and model.training and all(module.training for module in model.modules())
     for mine in ours:
-        with reading():
+        with torch.inference_mode():
             mine.logits[..., 3] = 9.0
             assert (mine.logits[..., 3] == 9).all(), "what somebody wrote is there"
     evaluation, padding = model._tunecompile.evaluations[0], model._tunecompile.paddings[0]
     assert evaluation.refused.code == "logits-read" and padding.refused is None
     in_eval(model)
-    with reading():
+    with torch.inference_mode():
         model(**batches[0])
         assert not evaluation.flat
         assert torch.allclose(model(**batches[1]).logits, theirs[1].logits, atol=1e-5)
@@ -133,7 +132,7 @@ def test_batches_without_padding(inputs):
 
 
 def test_in_half_precision_as_near_to_fp32_as_eager():
-    model, plain = pair(lambda: zoo.adapt(small()).to(torch.bfloat16))
+    model, plain = pair(lambda: zoo.adapt(attending()).to(torch.bfloat16))
     exact = zoo.in_fp32(plain).float()
     in_eval(model, plain, exact)
     off, yardstick = [], []
@@ -158,12 +157,11 @@ def test_no_label_at_all():
 # -- caches and generation ------------------------------------------------------------------------------------------------
 
 
-@READING
 @pytest.mark.parametrize("inputs", [padded(), packed((7, 9))], ids=["padded", "packed"])
-def test_a_cache_that_the_model_makes_by_default_is_there_when_it_is_read(reading, inputs):
+def test_a_cache_that_the_model_makes_by_default_is_there_when_it_is_read(inputs):
     model, reference = pair(attending)
     in_eval(model, reference)
-    with reading():
+    with torch.inference_mode():
         ours, theirs = model(**inputs), reference(**inputs)
     assert list(ours.keys()) == list(theirs.keys())
     mine, exact = cache_of(ours), cache_of(theirs)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
+from tests.support.models.pairs import attending
 from tests.support.notes import has
 
 pytest.importorskip("transformers")
@@ -34,7 +35,7 @@ def of_other_weights(model, batch):
 
 @pytest.mark.parametrize("loss", [two_answers, of_other_weights])
 def test_losses_that_read_padding(loss):
-    reference = zoo.make("llama", num_hidden_layers=2).double().train()
+    reference = attending().double().train()
     model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
     for seed in range(2):
         found = []
@@ -53,7 +54,7 @@ def test_losses_that_read_padding(loss):
 def test_with_dropout_a_loss_is_that_of_its_calls_logits():
     """The call is made once more for what stands at padding, and draws other masks then."""
     pytest.importorskip("peft")
-    model = zoo.adapt(zoo.make("llama", num_hidden_layers=2).double(), lora_dropout=0.4, lora_alpha=64)
+    model = zoo.adapt(attending().double(), lora_dropout=0.4, lora_alpha=64)
     tunecompile.optimize(model.train(), executor="eager")
     for seed in range(2):
         batch = padded(seed=seed)

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import importlib
 from pathlib import Path
 
 import pytest
@@ -63,11 +64,26 @@ def assert_same(ours, model, inputs: dict, loss=by_trainer) -> None:
         pytest.param("gpt_oss", 2, marks=pytest.mark.slow),  # every other layer has a window
     ],
 )
-def test_a_trainers_router_loss_needs_no_padding(family, kinds):
+def test_a_trainers_router_loss_needs_no_padding(family, kinds, monkeypatch):
+    """Its logits are [B * T, experts] of each layer, zero at padding, and eager's elsewhere."""
     ours, model = trained_routers(family)
-    batches = [rows(20, 13), rows(9, 31), rows(17, 17), rows(22, 12)]
+    batches, seen = [rows(20, 13), rows(9, 31), rows(17, 17), rows(22, 12)], []
+    home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    real = home.load_balancing_loss_func
+
+    def load_balancing_loss_func(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+        seen.append(gate_logits)
+        return real(gate_logits, num_experts, top_k, attention_mask)
+
+    monkeypatch.setattr(home, "load_balancing_loss_func", load_balancing_loss_func)
     for inputs in batches:
+        seen.clear()
         assert_same(ours, model, inputs)
+        mask = inputs["attention_mask"].flatten().bool()
+        assert len(seen[0]) == len(seen[1]) == 2
+        for expected, got in zip(*seen):
+            assert got.shape == expected.shape and not got[~mask].any()
+            torch.testing.assert_close(got[mask], expected[mask], rtol=1e-4, atol=1e-5)
     report = tunecompile.report(ours)
     assert flattened(ours) == sum(not bool(each["attention_mask"].all()) for each in batches)
     assert report.compiles == kinds and not find(report, *EAGER, "padding-kept"), report
@@ -88,28 +104,6 @@ def by_users(model, inputs: dict) -> torch.Tensor:
     space = {"__name__": "transformers.trainer", "compute_loss": lambda m, b: m(**b).loss}
     exec("def training_step(model, inputs): return compute_loss(model, inputs)", space)
     return space["training_step"](model, inputs)
-
-
-def test_outputs_are_for_the_batch(monkeypatch):
-    """[B * T, experts] of each layer, zero at padding, and eager's elsewhere."""
-    ours, model = trained_routers("qwen3_moe")
-    inputs, seen = rows(20, 13), []
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as home
-
-    real = home.load_balancing_loss_func
-
-    def load_balancing_loss_func(gate_logits, num_experts=None, top_k=2, attention_mask=None):
-        seen.append(gate_logits)
-        return real(gate_logits, num_experts, top_k, attention_mask)
-
-    monkeypatch.setattr(home, "load_balancing_loss_func", load_balancing_loss_func)
-    for each in (ours, model):
-        zoo.step(each, inputs, loss=by_trainer)
-    mask = inputs["attention_mask"].flatten().bool()
-    assert flattened(ours) == 1 and len(seen[0]) == len(seen[1]) == 2
-    for got, expected in zip(*seen):
-        assert got.shape == expected.shape and not got[~mask].any()
-        torch.testing.assert_close(got[mask], expected[mask], rtol=1e-4, atol=1e-5)
 
 
 def test_a_router_that_keeps_its_logits_keeps_the_padding():

@@ -10,7 +10,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_same_flattened
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, pair
 from tests.support.notes import has
 from tests.support.reports import flattened
 
@@ -66,7 +66,7 @@ def test_tokens_that_are_sorted_by_their_experts(family):
 
 @pytest.mark.slow
 def test_in_double_precision():
-    model, reference = pair(lambda: zoo.make("llama").double())
+    model, reference = pair(lambda: attending().double())
     assert_same_flattened(
         model, reference, padded(), limit=2e-7
     )  # norms and the rotary tables are computed in fp32 on both sides
@@ -80,7 +80,7 @@ def test_adapters(quantized, wrapped):
     pytest.importorskip("peft")
     if quantized:
         pytest.importorskip("bitsandbytes")
-    base = zoo.make("llama", num_hidden_layers=2)
+    base = attending()
     base = zoo.quantize(base) if quantized else base
 
     def adapt(model):
@@ -107,16 +107,14 @@ def test_adapters(quantized, wrapped):
 def test_an_adapter_that_trains_tokens(options):
     """A copy of the table beside the table, or a few rows of it: it still embeds nothing but tokens."""
     pytest.importorskip("peft")
-    model, reference = pair(
-        lambda: zoo.adapt(zoo.make("llama", num_hidden_layers=2), target_modules=["q_proj"], **options)
-    )
+    model, reference = pair(lambda: zoo.adapt(attending(), target_modules=["q_proj"], **options))
     assert_same_flattened(model, reference, padded(), limit=1e-4)
     assert flattened(model) == 1, tunecompile.report(model)
 
 
 @pytest.mark.slow
 def test_positions_and_embeddings_of_the_callers():
-    model, reference = pair(lambda: zoo.make("llama"))
+    model, reference = pair(attending)
     inputs = padded(side="left")
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     assert_same_flattened(model, reference, inputs)
@@ -133,7 +131,7 @@ def test_positions_and_embeddings_of_the_callers():
 
 @pytest.mark.slow
 def test_half_precision_under_autocast():
-    model, reference = pair(lambda: zoo.make("llama"))
+    model, reference = pair(attending)
     _, exact = zoo.step(reference, padded())
     theirs, mine = (zoo.errors(zoo.step(m, padded(), torch.bfloat16)[1], exact) for m in (reference, model))
     assert sorted(mine.values())[len(mine) // 2] < 1.1 * sorted(theirs.values())[len(theirs) // 2]
@@ -143,7 +141,7 @@ def test_half_precision_under_autocast():
 def test_logits_that_are_read_are_those_of_the_whole_batch():
     """Hidden states at padding would be zero without it: so the layers run again, with it. Nobody else holds what the
     layers' owner returned: its last norm's result is a view of a larger row."""
-    (model, reference), inputs = pair(lambda: zoo.make("llama")), padded()
+    (model, reference), inputs = pair(attending), padded()
     for _ in range(2):
         torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
     assert flattened(model) == 1 and has(model, "padding-kept", reason="logits-read")
@@ -155,7 +153,7 @@ def test_logits_that_are_read_are_those_of_the_whole_batch():
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.slow
 def test_gradient_checkpointing(reentrant):
-    model, reference = pair(lambda: zoo.make("llama"))
+    model, reference = pair(attending)
     for m in (model, reference):
         m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         m.enable_input_require_grads()
@@ -172,7 +170,7 @@ def test_checkpoints_of_the_users_own(reentrant):
     def around(module, forward):
         return lambda *args, **kwargs: checkpoint(lambda *a: forward(*a, **kwargs), *args, use_reentrant=reentrant)
 
-    model, reference = pair(lambda: zoo.make("llama", use_cache=False))
+    model, reference = pair(lambda: attending(use_cache=False))
     kind = type(model.model.layers[0])
     call = {"__call__": lambda self, *a, **k: around(self, lambda *a, **k: kind.__call__(self, *a, **k))(*a, **k)}
     checkpointed = type("Checkpointed", (kind,), call)
@@ -185,7 +183,7 @@ def test_checkpoints_of_the_users_own(reentrant):
 
 
 def test_a_checkpoint_around_the_owner_keeps_the_padding():
-    model, reference = pair(lambda: zoo.make("llama", use_cache=False))
+    model, reference = pair(lambda: attending(use_cache=False))
     for m in (model, reference):
         inner = type(m.model)
         m.model.__class__ = type(
@@ -203,7 +201,7 @@ def test_a_checkpoint_around_the_owner_keeps_the_padding():
 
 @pytest.mark.slow
 def test_accumulation_over_batches_with_and_without_padding():
-    model, reference = pair(lambda: zoo.make("llama"))
+    model, reference = pair(attending)
     whole = zoo.batch(rows=4, length=20) | {"attention_mask": torch.ones(4, 20, dtype=torch.long)}
     for m in (model, reference):
         m.train()
@@ -230,7 +228,7 @@ def test_one_compilation_for_all_lengths():
 
 @pytest.mark.slow
 def test_an_exception_leaves_everything_as_it_was():
-    model, reference = pair(lambda: zoo.make("llama"))
+    model, reference = pair(attending)
 
     def fail(*_):
         raise KeyError("of the user's hook")
@@ -254,7 +252,7 @@ def test_trainer(tmp_path):
     import transformers as tf
 
     rows = [{key: value[i] for key, value in padded(seed=seed).items()} for seed in range(4) for i in range(4)]
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    model, reference = pair(attending)
     losses = []
     for m in (model, reference):
         arguments = tf.TrainingArguments(
@@ -280,7 +278,7 @@ def test_trainer(tmp_path):
 def test_trl_sft(tmp_path):
     from tests.support.trainers import curve, sft
 
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
+    model, reference = pair(attending)
     curves = [curve(sft(m, tmp_path, padding_free=False)) for m in (model, reference)]
     assert curves[0] and curves[0] == pytest.approx(curves[1], rel=1e-4)
     assert flattened(model) >= 4
