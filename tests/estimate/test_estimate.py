@@ -10,6 +10,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.matrix.families import EMBEDDED
+from tests.support.models.pairs import of_plain_layers
 from tunecompile.errors import BadBatchShape, CannotEstimate, UnknownBudget, UnknownGpu
 from tunecompile.estimate import dry_run
 from tunecompile.planner.device_memory import MARGIN
@@ -403,10 +404,10 @@ def test_layers_with_windows_take_less_time():
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_end_of_a_step_that_trains_a_tied_head(tied):
     """Short rows hold less than the gradients of head and embedding and their sum take, which are there at once."""
-    model = zoo.make("llama", num_hidden_layers=2, vocab_size=32768, tie_word_embeddings=tied).train()
+    model = of_plain_layers(vocab_size=32768, tie_word_embeddings=tied).train()
     told, shared = tunecompile.estimate(model, (1, 2)), 2 * model.get_input_embeddings().weight.nbytes
     assert (told.peak == resident(told) + shared) is tied
-    frozen = zoo.make("llama", num_hidden_layers=2, vocab_size=32768, tie_word_embeddings=tied)
+    frozen = of_plain_layers(vocab_size=32768, tie_word_embeddings=tied)
     frozen.get_input_embeddings().requires_grad_(False)
     frozen.get_output_embeddings().requires_grad_(False)
     told = tunecompile.estimate(frozen.train(), (1, 2))

@@ -7,6 +7,7 @@ import tunecompile
 import tunecompile.integrations.kernel_functions as kernel_functions
 import tunecompile.runtime.parts.kernel_functions as parts
 from tests.support.models import hybrids
+from tests.support.models.pairs import of_plain_layers
 from tunecompile.notes import note
 
 pytest.importorskip("transformers")
@@ -49,5 +50,5 @@ def test_a_rehearsal_says_which_functions_are_no_ops(known, monkeypatch):
     refused = None if known else note("kernel-function-unknown", "modeling.convolution")
     found = [kernel_functions.Substitution("modeling.convolution", refused)]
     monkeypatch.setattr(parts, "substitute", lambda kinds: found)
-    said = tunecompile.estimate(hybrids.make("lfm2", torch.bfloat16), SHAPE).notes
+    said = tunecompile.estimate(of_plain_layers(), SHAPE).notes
     assert [each for each in said if each.code == "kernel-function-unknown"] == ([] if known else [refused])

@@ -8,7 +8,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tests.support.models.pairs import of_plain_layers, small
+from tests.support.models.pairs import attending, of_plain_layers, small
 from tests.support.notes import find, has
 from tests.support.trainers import Rows, arguments, collate, curve
 from tunecompile.integrations import trainer_batches
@@ -67,7 +67,7 @@ class Batches(transformers.TrainerCallback):
 
 @pytest.mark.parametrize(
     "shuffled, build",
-    [("random", lambda: zoo.adapt(small())), ("group_by_length", plain_layers)],
+    [("random", lambda: zoo.adapt(attending())), ("group_by_length", plain_layers)],
     ids=["random", "by length"],
 )
 def test_a_step_is_the_same_in_one_batch(tmp_path, shuffled, build):

@@ -6,7 +6,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessor, Stoppi
 
 from tests.runtime.rollouts.calls import greedy, pair, prompts
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.shared_graphs]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import torch
 
 import tunecompile
 from tests.runtime.rollouts.recorder import loop_of
-from tests.support import zoo
+from tests.support.models.pairs import attending
 from tests.support.tokenizers import byte_level
 
 trl, datasets = (pytest.importorskip(name) for name in ("trl", "datasets"))
@@ -17,7 +17,7 @@ def trained(folder, optimize):
     from peft import LoraConfig
 
     torch.manual_seed(0)
-    model, tokenizer = zoo.make("llama", vocab_size=320).float(), byte_level()
+    model, tokenizer = attending(vocab_size=320).float(), byte_level()
     tokenizer.pad_token = tokenizer.eos_token = "</s>"
     loop = loop_of(tunecompile.optimize(model, executor="eager")) if optimize else None
     arguments = trl.GRPOConfig(

@@ -39,19 +39,21 @@ def lora(**options) -> peft.LoraConfig:
     )
 
 
-@pytest.mark.parametrize("where", ["model.layers.1", "model.layers.0.self_attn", "lm_head"])
-def test_a_hook_sees_each_token(where):
+def test_a_hook_sees_each_token():
     model, ours, loop = pair()
-    counts = []
-    for each in (model, ours):
-        seen = []
-        handle = each.get_submodule(where).register_forward_hook(lambda *_, seen=seen: seen.append(1))
-        each.generate(**prompts(), **greedy(eos_token_id=None))
-        handle.remove()
-        counts.append(len(seen))
-    assert counts == [20, 20] and {why.code for why in loop.left} == {"generation-hooked"}
-    ours.generate(**prompts(), **greedy())
-    assert loop.calls == 1
+    for calls, where in enumerate(("model.layers.1", "model.layers.0.self_attn", "lm_head")):
+        counts = []
+        loop.left.clear()
+        for each in (model, ours):
+            seen = []
+            handle = each.get_submodule(where).register_forward_hook(lambda *_, seen=seen: seen.append(1))
+            each.generate(**prompts(), **greedy(eos_token_id=None))
+            handle.remove()
+            counts.append(len(seen))
+        assert counts == [20, 20] and {why.code for why in loop.left} == {"generation-hooked"}, where
+        assert loop.calls == calls
+        ours.generate(**prompts(), **greedy())
+    assert loop.calls == 3
 
 
 def test_a_hook_on_all_modules():

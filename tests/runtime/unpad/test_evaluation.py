@@ -118,8 +118,15 @@ def test_logits_that_are_read_are_real_at_padding_too(made):
 
 @pytest.mark.parametrize(
     "inputs",
-    [zoo.batch(), zoo.batch(rows=1, length=5), packed((7, 9)), packed((7, 9)) | {"use_cache": False}],
-    ids=["whole", "one row", "packed", "packed without a cache"],
+    [
+        zoo.batch(),
+        packed((7, 9)),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (zoo.batch(rows=1, length=5), packed((7, 9)) | {"use_cache": False})
+        ),
+    ],
+    ids=["whole", "packed", "one row", "packed without a cache"],
 )
 def test_batches_without_padding(inputs):
     model, reference = pair(attending)

@@ -11,7 +11,7 @@ from tests.support import zoo
 from tests.support.batches import lengths_mask, packed, padded
 from tests.support.compare import assert_close, assert_same_flattened
 from tests.support.matrix.families import EMBEDDED
-from tests.support.models.pairs import checkpoint, pair
+from tests.support.models.pairs import checkpoint, pair, without_mlps
 from tests.support.notes import has
 from tests.support.reports import flattened, told_apart
 from tunecompile.runtime.step.rows_refused import RowsRefused
@@ -151,7 +151,7 @@ def sharing(**changes):
     """The last two of four layers read keys and values of the first two."""
     if not hasattr(tf, "Gemma4TextConfig"):
         pytest.skip("a later transformers has it")
-    return zoo.make("gemma4", **{**EMBEDDED, "use_cache": False, **changes}).double()
+    return without_mlps(zoo.make("gemma4", **{**EMBEDDED, "use_cache": False, **changes})).double()
 
 
 def test_layers_that_share_keys_lose_their_padding():
