@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tunecompile
 from tests.support import zoo
 from tests.support.models.fused_head import MARKS, headed, padded_left, scored, with_head
-from tests.support.models.pairs import attending, pair
+from tests.support.models.pairs import adapted_layers, pair
 from tunecompile.integrations.trl.labelled_rows import LabelledRows
 
 pytestmark = MARKS
@@ -32,7 +32,7 @@ class Waits(TorchDispatchMode):
 
 def test_only_the_first_call_waits_for_the_number_of_rows():
     """Another call's mask would be read on a GPU behind all layers, and PEFT's switch of adapters comes next."""
-    model, reference = pair(lambda: zoo.adapt(attending()))
+    model, reference = pair(lambda: adapted_layers())
     with_head(model), with_head(reference)
     for turn in range(3):
         inputs = padded_left()
@@ -50,7 +50,7 @@ def test_only_the_first_call_waits_for_the_number_of_rows():
 
 def test_no_row_has_a_label():
     """A batch of a rank whose completions were all cut away still gives every parameter a gradient, of zeros."""
-    model = tunecompile.optimize(zoo.adapt(attending()), executor="eager")
+    model = tunecompile.optimize(adapted_layers(), executor="eager")
     with_head(model)
     for labels in (None, -100):
         inputs = padded_left()

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tunecompile
-from tests.support import zoo
-from tests.support.models.pairs import attending, pair
+from tests.support.models.pairs import adapted_layers, pair
 from tests.support.notes import find, has
 from tests.support.trainers import Rows, arguments, collate, curve, tokenizer
 
@@ -19,7 +18,7 @@ slow = pytest.mark.slow
 
 
 def both(dropout: float = 0.5) -> tuple[nn.Module, nn.Module]:
-    return pair(lambda: zoo.adapt(attending(), target_modules=["q_proj"], lora_dropout=dropout))
+    return pair(lambda: adapted_layers(lora_dropout=dropout))
 
 
 def hits(outcome) -> dict[str, float]:

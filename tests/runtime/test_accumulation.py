@@ -7,7 +7,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tests.support.models.pairs import small
+from tests.support.models.pairs import adapted_layers
 from tests.support.notes import find, has
 from tunecompile.runtime import telemetry as telemetry_of_steps
 from tunecompile.runtime.accumulation import Batch, at_once, steps_of
@@ -85,7 +85,7 @@ class Gauge:
 @pytest.fixture
 def trained(monkeypatch):
     """A model after steps of two batches each, whose times a clock makes up."""
-    model = tunecompile.optimize(zoo.adapt(small()), executor="eager")
+    model = tunecompile.optimize(adapted_layers(), executor="eager")
     draw, now = random.Random(0), [0.0]
     monkeypatch.setattr(telemetry_of_steps.time, "perf_counter", lambda: now[0])
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)

@@ -8,7 +8,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tests.support.models.pairs import attending, of_plain_layers, small
+from tests.support.models.pairs import adapted_layers, attending, small
 from tests.support.notes import find, has
 from tests.support.trainers import Rows, arguments, collate, curve
 from tunecompile.integrations import trainer_batches
@@ -31,13 +31,8 @@ def padded(rows):
 def trainer(folder, callbacks, model=None, kind=None, data=None, **options):
     options = {"gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 2, **options}
     args = arguments(transformers.TrainingArguments, folder, eval_strategy="no", **options)
-    about = {"model": model or plain_layers(), "args": args, "callbacks": callbacks, "data_collator": padded}
+    about = {"model": model or adapted_layers(), "args": args, "callbacks": callbacks, "data_collator": padded}
     return (kind or transformers.Trainer)(train_dataset=data or dataset(), **about)
-
-
-def plain_layers():
-    """What is asked of batches is not asked of layers."""
-    return zoo.adapt(of_plain_layers(), target_modules=["inner"])
 
 
 def merging(**options):
@@ -67,7 +62,7 @@ class Batches(transformers.TrainerCallback):
 
 @pytest.mark.parametrize(
     "shuffled, build",
-    [("random", lambda: zoo.adapt(attending())), ("group_by_length", plain_layers)],
+    [("random", lambda: zoo.adapt(attending())), ("group_by_length", adapted_layers)],
     ids=["random", "by length"],
 )
 def test_a_step_is_the_same_in_one_batch(tmp_path, shuffled, build):

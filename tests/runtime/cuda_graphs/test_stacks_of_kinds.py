@@ -7,7 +7,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tests.support.models.pairs import without_mlps
+from tests.support.models.pairs import attending, small, without_mlps
 from tests.support.stacks import TakesOne, of, recorded, same
 from tunecompile.runtime.cuda_graphs import stacks
 from tunecompile.runtime.model_state import state_of
@@ -17,10 +17,14 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_sizes_and_padding_change(on_cpu, replayed, family):
+@pytest.mark.parametrize(
+    "build",
+    [attending, pytest.param(lambda **sizes: small("gpt2", **sizes), marks=pytest.mark.slow)],
+    ids=["llama", "gpt2"],
+)
+def test_sizes_and_padding_change(on_cpu, replayed, build):
     """Padded batches run as rows without padding, whose sizes are rounded: each is recorded once."""
-    reference = zoo.make(family, num_hidden_layers=3).train()
+    reference = build(num_hidden_layers=3).train()
     models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
     for seed, length in enumerate([16, 12, 16, 12, 9, 16, 12, 9, 16, 12]):
         batch = zoo.batch(seed=seed, length=length)

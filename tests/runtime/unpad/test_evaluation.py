@@ -139,7 +139,7 @@ def test_batches_without_padding(inputs):
 
 
 def test_in_half_precision_as_near_to_fp32_as_eager():
-    model, plain = pair(lambda: zoo.adapt(attending()).to(torch.bfloat16))
+    model, plain = pair(lambda: attending().to(torch.bfloat16))
     exact = zoo.in_fp32(plain).float()
     in_eval(model, plain, exact)
     off, yardstick = [], []
@@ -283,8 +283,7 @@ def losses(model: torch.nn.Module, evaluated: bool, rows: tuple = (padded, zoo.b
 
 @pytest.mark.parametrize("memory", ["1GiB", *(pytest.param(m, marks=pytest.mark.slow) for m in (None, "1KiB"))])
 def test_steps_between_evaluations_are_the_same_to_the_bit(memory):
-    pytest.importorskip("peft")
-    plain = zoo.adapt(attending(attention_dropout=0.2), target_modules=["q_proj"], lora_dropout=0.2)
+    plain = attending(attention_dropout=0.2)
     alone, between = (optimized(copy.deepcopy(plain), memory=memory) for _ in range(2))
     assert losses(alone, False) == losses(between, True)
     assert graphs(between)["training"] == graphs(alone)["training"] and graphs(between)["evaluation"] <= 3

@@ -34,6 +34,11 @@ def of_plain_layers(**changes) -> nn.Module:
     return model
 
 
+def adapted_layers(**options) -> nn.Module:
+    """The same with LoRA: for tests of trainers and loops, and of padding where nothing is said of attention."""
+    return zoo.adapt(of_plain_layers(), target_modules=["inner"], **options)
+
+
 def without_mlps(model: nn.Module) -> nn.Module:
     """The model, whose layers mix tokens and do nothing else: for tests of padding and masks."""
     for layer in model.model.layers:
