@@ -198,6 +198,7 @@ def test_phases_of_the_first_step():
     assert sum(found.values()) < 1
 
 
+@pytest.mark.slow
 def test_evaluations_beside_training_steps(tmp_path, monkeypatch, capsys):
     """Systems see the same batches; a row has the evaluation's figures, and those of the steps before it."""
     pytest.importorskip("peft")

@@ -37,8 +37,9 @@ def make(kind: str, implementation: str) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("implementation", ["eager", pytest.param("tunecompile", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["GraniteSWA", pytest.param("GraniteMoeSWA", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the sinks have quick tests: tests/passes/test_scaled_by_sinks.py
+@pytest.mark.parametrize("implementation", ["eager", "tunecompile"])
+@pytest.mark.parametrize("kind", ["GraniteSWA", "GraniteMoeSWA"])
 def test_sinks_that_scale(kind, implementation):
     """By the models' own code, and through the attention function that is called by its name."""
     tunecompile.register()

@@ -55,7 +55,7 @@ def by_loss(model, inputs, **options):
 @pytest.mark.parametrize(
     "family, trained, changes",
     [
-        ("qwen3_moe", "router", {}),
+        pytest.param("qwen3_moe", "router", {}, marks=pytest.mark.slow),  # tests/runtime/unpad/test_router_logits.py
         pytest.param("mixtral", "all", {"router_jitter_noise": 0.1}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", "adapters", {}, marks=pytest.mark.slow),
     ],

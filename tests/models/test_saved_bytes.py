@@ -27,12 +27,13 @@ def test_a_layer_saves_what_the_report_says():
     assert (many - few) // 2 == by_report + layer_input
 
 
+@pytest.mark.slow  # of one layer: tests/planner/test_least_saved.py
 @pytest.mark.parametrize(
     "family, width",
     [
         ("starcoder2", "intermediate_size"),
-        pytest.param("nemotron", "intermediate_size", marks=pytest.mark.slow),
-        pytest.param("gpt2", "n_inner", marks=pytest.mark.slow),
+        ("nemotron", "intermediate_size"),
+        ("gpt2", "n_inner"),
     ],
 )
 def test_one_value_is_saved_between_the_linears_of_an_mlp(family, width):

@@ -49,15 +49,18 @@ def traced(model, plan=KEEP, tokens=(FIRST,), least=2):
 
 def test_all_numbers_of_tokens():
     model = dense("gemma3", sliding_window=64)
-    (graph,) = traced(model, tokens=TOKENS)
+    (graph,) = traced(model, tokens=TOKENS[:-2])  # larger ones by their guards alone
     assert ("lora_mlp_backward", "joined") in graph.providers
 
 
 @pytest.mark.parametrize(
     "family",
     [
-        "qwen3_5_moe",  # experts, a delta rule and attention
-        *(pytest.param(family, marks=pytest.mark.slow) for family in ("mamba", "kimi_linear", "bamba", "lfm2_moe")),
+        "mamba",
+        *(
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("qwen3_5_moe", "kimi_linear", "bamba", "lfm2_moe")
+        ),
     ],
 )
 def test_recurrences(family):

@@ -118,7 +118,7 @@ def step(model: torch.nn.Module, inputs: dict) -> tuple[float, dict]:
 @pytest.mark.parametrize(
     "kind, of_result",
     [
-        (InAttribute, False),
+        pytest.param(InAttribute, False, marks=pytest.mark.slow),
         pytest.param(InGivenList, False, marks=pytest.mark.slow),
         pytest.param(InSharedList, False, marks=pytest.mark.slow),
         (InAttribute, True),

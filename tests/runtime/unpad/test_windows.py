@@ -63,7 +63,7 @@ def test_full_layers_beside_them_are_rounded_up(monkeypatch):
     assert any(shape[0] == 1 for _, shape in shapes.seen)
 
 
-@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("looks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_somebody_who_looks_gets_whole_rows(looks):
     """And nothing is told of it: the mask says the same."""
     model, reference = pair(
