@@ -69,8 +69,8 @@ def pytest_collection_modifyitems(config, items):
     without_queues()
     if unnamed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"no two processes call it the same, give the case a name: {unnamed[0]}")
+    items.sort(key=longest_first)
     if has_gpu():
-        items.sort(key=longest_first)
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
@@ -80,6 +80,7 @@ def pytest_collection_modifyitems(config, items):
 
 #: tests that compile whole models on a GPU, or start processes, those of most graphs first
 LONG = (
+    "tests/test_templates.py",
     "models/test_gpu_hybrids.py",
     "models/test_gpu_experts.py::test_a",
     "distributed/test_ranks.py",
@@ -99,7 +100,7 @@ LONG = (
 
 
 def longest_first(item) -> int:
-    """So that no process begins a long one at the end: `pytest -m "gpu and not slow" -n 12 --maxschedchunk 1`."""
+    """So that no process begins a long one at the end, while others have none: `--maxschedchunk 1` with 12 of them."""
     return next((place for place, name in enumerate(LONG) if name in item.nodeid), len(LONG))
 
 

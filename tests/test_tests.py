@@ -6,9 +6,11 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.support.durations import PHASES, TRACES, Durations, note_traces, summary
 from tests.support.names import missing
 
 ROOT = Path(__file__).parents[1]
@@ -141,3 +143,28 @@ def test_make_takes_the_name_of_one_test():
     name = "tests/ops/test_lora.py::test_stacked[two:1]"
     made = subprocess.run(["make", "-n", "test", f"ARGS={name}"], cwd=ROOT, capture_output=True, text=True)
     assert made.returncode == 0 and name in made.stdout, made.stderr
+
+
+def test_durations_are_written_and_summed_up(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    import torch._dynamo.convert_frame as frames
+
+    monkeypatch.setattr(frames, "_compile", frames._compile)
+    note_traces()
+    known = len(TRACES)
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert len(TRACES) == known + 1
+    durations, used = Durations(tmp_path / "new" / "tests.json"), [("used", (2.5, 3, 1.5))]
+    for name, seconds in (("tests/a/test_x.py::test_it[1/2]", 4.0), ("tests/b/test_y.py::test_it", 1.0)):
+        about = {"nodeid": name, "worker_id": "gw1"}
+        for phase in PHASES:
+            report = SimpleNamespace(when=phase, duration=seconds, user_properties=used, **about)
+            durations.pytest_runtest_logreport(report)
+    durations.pytest_testnodedown(
+        SimpleNamespace(gateway=SimpleNamespace(id="gw1"), workeroutput={"collection": 7}), None
+    )
+    durations.pytest_sessionfinish(SimpleNamespace(config=SimpleNamespace()))
+    text = " ".join(summary(durations.path).split())
+    assert "gw1: setup 5, call 5, teardown 5, collection 7 s" in text
+    assert "12.0 2.5 1 3 1.5 tests/a 3.0 2.5 1 3 1.5 tests/b" in text
+    assert "12.0 2.5 1 3 1.5 tests/a/test_x.py::test_it[1/2]" in text

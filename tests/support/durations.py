@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
+import os
 import sys
 import time
 from collections import defaultdict
@@ -18,10 +18,9 @@ TRACES: list[float] = []  #: seconds of each trace of this process, with its bac
 def note_traces() -> None:
     """Dynamo's own times are gone with each `torch._dynamo.reset`."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
-    if frames is None or not (trace := getattr(frames, "_compile", None)) or hasattr(trace, "__wrapped__"):
+    if frames is None or not (trace := getattr(frames, "_compile", None)) or trace.__name__ == "timed":
         return
 
-    @functools.wraps(trace)
     def timed(*args, **kwargs):
         began = time.perf_counter()
         try:
@@ -32,8 +31,13 @@ def note_traces() -> None:
     frames._compile = timed
 
 
+def processor() -> float:
+    """Seconds of this process's, and of those it started and that ended."""
+    return sum(os.times()[:4])
+
+
 class Durations:
-    """Each test's seconds by phase, of its process's processor, and of its traces; each worker's collection."""
+    """Each test's seconds by phase, of the processor, and of its traces; each worker's collection."""
 
     def __init__(self, path: Path):
         self.path, self.began = path, time.time()
@@ -52,13 +56,13 @@ class Durations:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item):
         note_traces()
-        self.before = time.process_time(), len(TRACES)
+        self.before = processor(), len(TRACES)
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item):
         cpu, known = self.before
         made = TRACES[known:]
-        item.user_properties.append(("used", (time.process_time() - cpu, len(made), sum(made))))
+        item.user_properties.append(("used", (processor() - cpu, len(made), sum(made))))
 
     def pytest_runtest_logreport(self, report):
         test = self.tests[report.nodeid]
@@ -105,7 +109,7 @@ def summary(path: Path, most: int = 40) -> str:
         phases = ", ".join(f"{phase} {sum(test.get(phase, 0.0) for test in mine):.0f}" for phase in PHASES)
         lines.append(f"{name}: {phases}, collection {worker.get('collection') or 0:.0f} s")
     for title, key in {
-        "folder": lambda name: name.rpartition("/")[0],
+        "folder": lambda name: name.partition("::")[0].rpartition("/")[0],
         "file": lambda name: name.partition("::")[0],
         "function": lambda name: name.partition("[")[0],
         "test": str,
