@@ -35,33 +35,38 @@ def test_questions_of_the_host_are_refused(ask):
 @pytest.mark.parametrize(
     "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in zoo.NAMES if f not in LEFT]
 )
-def test_tokens_of_each_family(family, monkeypatch):
-    """With padding on the left and without, windows shorter than the prompt, rows that end early, and rows of one prompt,
-    as GRPO has them: these are computed once. Weights are large, so that a wrong mask or position changes tokens."""
+def test_tokens_of_each_family(family):
+    """With padding on the left and without, windows shorter than the prompt, and rows that end early. Weights are large, so
+    that a wrong mask or position changes tokens."""
     model, ours, loop = pair(family, initializer_range=0.15)
     loop.recorder = Frozen()
+    whole = {"input_ids": prompts(1)["input_ids"] + torch.arange(3)[:, None]}
+    for inputs, options in ((prompts(), {"max_new_tokens": 30, "eos_token_id": None}), (prompts(), {}), (whole, {})):
+        settings = greedy(**options)
+        assert torch.equal(ours.generate(**inputs, **settings), model.generate(**inputs, **settings)), (inputs, options)
+        assert not options or loop.recorder.replays == 28
+    assert loop.refused is None and loop.calls == 3 and not loop.left
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma3", "lfm2"))]
+)
+def test_rows_of_one_prompt_are_computed_once(family, monkeypatch):
+    """As GRPO has them, and by `num_return_sequences`; an equal row elsewhere is computed by itself."""
+    model, ours, _ = pair(family)
     counts, forward = [], type(ours)._prefill
     monkeypatch.setattr(
         type(ours),
         "_prefill",
         lambda m, ids, *more, **named: counts.append(len(ids)) or forward(m, ids, *more, **named),
     )
-
-    def same(inputs, rows, **options):
-        expected = model.generate(**inputs, **greedy(**options))
-        counts.clear()
-        assert torch.equal(ours.generate(**inputs, **greedy(**options)), expected) and counts == [rows]
-
-    same(prompts(), 3, max_new_tokens=30, eos_token_id=None)
-    assert loop.recorder.replays == 28 and loop.refused is None
-    same(prompts(), 3)
-    same({"input_ids": prompts(1)["input_ids"]}, 1)
-    same({name: value[[0, 0, 0, 1, 1, 2, 0]] for name, value in prompts().items()}, 4)
-    torch.manual_seed(0)
+    inputs = {name: value[[0, 0, 0, 1, 1, 2, 0]] for name, value in prompts().items()}
+    expected = model.generate(**inputs, **greedy())
     counts.clear()
+    assert torch.equal(ours.generate(**inputs, **greedy()), expected) and counts == [4]
+    torch.manual_seed(0)
     drawn = ours.generate(**prompts(), **greedy(do_sample=True, num_return_sequences=3, eos_token_id=None))
-    assert counts == [3] and drawn.shape[0] == 9 and len({tuple(row.tolist()) for row in drawn}) == 9
-    assert loop.calls == 5 and not loop.left
+    assert counts == [4, 3] and drawn.shape[0] == 9 and len({tuple(row.tolist()) for row in drawn}) == 9
 
 
 def test_a_window_that_fills_while_tokens_are_generated():
