@@ -10,7 +10,7 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
-from tests.support.models.pairs import adapted_layers, of_plain_layers
+from tests.support.models.pairs import small
 from tunecompile.cli.commands import run
 from tunecompile.runtime.model_state import is_optimized
 from tunecompile.trainers import loops
@@ -41,8 +41,8 @@ class Engine(nn.Module):
 
 def test_the_outermost_model_is_found_once(told):
     """Adapters' wrapper, in an engine's; neither the base model, nor a copy, nor the engine, nor anything twice."""
-    model = adapted_layers()
-    engine, copy = Engine(model), adapted_layers()
+    model = zoo.adapt(small())
+    engine, copy = Engine(model), zoo.adapt(small())
     optimizer(engine)
     optimizer(model)
     assert told() == ["PeftModelForCausalLM"] and is_optimized(model)
@@ -50,14 +50,14 @@ def test_the_outermost_model_is_found_once(told):
 
 
 def test_a_wrapper_that_nobody_has_any_more(told):
-    model = of_plain_layers()
+    model = small()
     Engine(model).itself = [Engine(model)]
     optimizer(model)
     assert told() == ["LlamaForCausalLM"] and is_optimized(model)
 
 
 def test_what_is_left_alone(told):
-    mine = tunecompile.optimize(adapted_layers(), executor="eager")
+    mine = tunecompile.optimize(zoo.adapt(small()), executor="eager")
     optimizer(Engine(mine))
     optimizer(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)
@@ -75,7 +75,7 @@ LOOP = """
 import torch, tests.support.zoo as zoo
 from tests.support.models.pairs import small
 from accelerate import Accelerator
-model = adapted_layers().train()
+model = zoo.adapt(small()).train()
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 accelerator = Accelerator(cpu=True)
 wrapped, optimizer = accelerator.prepare(model, optimizer)
