@@ -73,6 +73,16 @@ def test_packed_rows_share_across_documents():
     assert shared(ours) == (2, 160, 400)
 
 
+@pytest.mark.slow
+def test_generated_code():
+    """Of Inductor, for shapes that change: one graph. Its first step takes half a minute of one core."""
+    ours, plain = pair(small, executor="inductor")
+    for seed, (prefix, length, rows) in enumerate([(40, 56, 3), (64, 70, 2), (36, 100, 4)]):
+        batch = branches(prefix, length, rows, seed, "right")
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch))
+    assert shared(ours)[0] == 3 and tunecompile.report(ours).regions[0].compiles == 1
+
+
 def test_scores_are_those_of_training():
     """Bit for bit: the old policy of GRPO, say."""
     ours = tunecompile.optimize(small(), executor="eager")
