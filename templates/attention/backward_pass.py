@@ -269,20 +269,20 @@ def gradients_of_keys(
     places=None,
     tile=None,
 ):
-    """(dk, dv): the part of ``backward`` that is theirs. Arguments and errors are the same."""
+    """(dk, dv): the part of ``backward`` that is theirs. Arguments and errors are the same.
+
+    In a tree they are in fp32 and of each head of q, [N, H, D]: the few keys of a prefix have the queries of all
+    branches, so that there is a program for each of these heads.
+    """
     rest = (offsets, scale, window, softcap, tree, places, tile)
     given, where, strides, constants = _arguments(grad, q, k, v, logsumexp, delta, *rest)
-    total, heads, shared = q.shape[0], k.shape[1], constants["SHARED"]
-    if tree is None:
-        parts, dtype, constants["MEMBERS"] = 1, k.dtype, shared
-    else:  # the few keys of a prefix have the queries of all branches: a program for each head of these
-        parts, dtype, constants["MEMBERS"] = shared, torch.float32, 1
-    dk, dv = (torch.empty((total, heads * parts, k.shape[2]), dtype=dtype, device=k.device) for _ in range(2))
-    grid = triton.cdiv(longest, constants["BLOCK"]), offsets.shape[0] - 1, heads * parts * constants["SLICES"]
+    parts = 1 if tree is None else constants["SHARED"]
+    constants["MEMBERS"] = constants["SHARED"] // parts
+    total, heads, dtype = q.shape[0], k.shape[1] * parts, k.dtype if tree is None else torch.float32
+    dk, dv = (torch.empty((total, heads, k.shape[2]), dtype=dtype, device=k.device) for _ in range(2))
+    grid = triton.cdiv(longest, constants["BLOCK"]), offsets.shape[0] - 1, heads * constants["SLICES"]
     launch(keys_kernel, grid, *given, dk, dv, *where, total, *strides, **constants)
-    if parts == 1:
-        return dk.to(k.dtype), dv.to(v.dtype)
-    return tuple(each.view(total, heads, parts, -1).sum(2).to(k.dtype) for each in (dk, dv))
+    return dk, dv
 
 
 def gradients_of_queries(
@@ -344,5 +344,7 @@ def backward(
     """
     rest = (logsumexp, delta, offsets, longest, scale, window, softcap)
     named = {"tree": tree, "places": places, "tile": tile}
-    dk, dv = gradients_of_keys(grad, q, k, v, *rest, **named)
-    return gradients_of_queries(grad, q, k, v, *rest, **named), dk, dv
+    keys = gradients_of_keys(grad, q, k, v, *rest, **named)
+    if tree is not None:
+        keys = (each.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype) for each in keys)
+    return gradients_of_queries(grad, q, k, v, *rest, **named), *keys

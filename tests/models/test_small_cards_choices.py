@@ -23,7 +23,14 @@ BY_TEMPLATE = {
     and (probe.owner(op) or op).name in ARGUMENTS
 }
 #: families whose templates multiply by tensor cores as they are since Ampere
-FROM_AMPERE = ("varlen_attention", "lora_mlp", "lora_mlp_tiled", "grouped_lora_linear", "gathered_lora_linear")
+FROM_AMPERE = (
+    "varlen_attention",
+    "branch_attention",
+    "lora_mlp",
+    "lora_mlp_tiled",
+    "grouped_lora_linear",
+    "gathered_lora_linear",
+)
 #: those whose states need the range of bfloat16
 IN_BFLOAT16 = ("gated_delta_rule", "channel_delta_rule", "ssd_scan")
 KERNELS = ("fp8_quantize", *(name for name in _tiles.TABLE if not name.startswith("fp8")))

@@ -236,14 +236,14 @@ def cases(many=1, batch=1, device="cpu"):
                 ("queries", attention_backward.gradients_of_queries),
             )
         },
-        "branches": (
+        "attention_branches": (
             lambda q, k, v, ends, *tree: attention.forward(
                 *(q, k, v, ends, max(rows // 2, 512), 0.06, 128), tree=tree[0], places=tree[1]
             ),
             [*documents, ends, *tree],
         ),
         **{
-            f"branches_{name}": (
+            f"attention_branches_{name}": (
                 lambda *given, back=back: back(
                     *given[:-2], max(rows // 2, 512), 0.06, 0, 50.0, tree=given[-2], places=given[-1]
                 ),

@@ -124,6 +124,11 @@ def integers(name, many):
     }
     if name.startswith(("attention", "experts")) and "zero" not in name:
         values["offsets"] = lambda place, size: rows * (np.minimum(place, 1) + (place == size - 1))
+    if "branches" in name:  # the last document goes on from the first
+        values["places"] = lambda place, size: place
+        values["tree"] = lambda place, size: np.where(
+            place < size // 2, (place == size // 2 - 1) - 1, rows * (1 + (place % (size // 2) % (size // 2 - 1) == 0))
+        )
     return values
 
 

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import nn
 
 from tunecompile.runtime.layers import placed_layer
@@ -14,7 +13,7 @@ class Looked:
     """A layer before its first step, whose engines answer as given."""
 
     def __init__(self, monkeypatch, layer, sharded=False, forks=(), owner=None, in_tower=None, **engines):
-        self.asked, self.left_out = [], []
+        self.asked, self.failures = [], []
         for name in ("place", "gathered", "unit"):
             monkeypatch.setattr(
                 placed_layer, name, lambda given, name=name: self.asked.append((name, given)) or engines.get(name)
@@ -25,7 +24,9 @@ class Looked:
         monkeypatch.setattr(placed_layer, "forks_in", lambda given: given is owner and forks)
         monkeypatch.setattr(placed_layer, "separate_names", lambda given: self.asked.append(("names", given)))
         region = SimpleNamespace(
-            in_tower=in_tower, replays=SimpleNamespace(leave_out=self.left_out.append), classes=SimpleNamespace()
+            in_tower=in_tower,
+            replays=SimpleNamespace(failures=self.failures, device="cpu"),
+            classes=SimpleNamespace(),
         )
         region.classes.add = lambda modules: self.asked.append(("classes", [*modules]))
         self.layer = PlacedLayer(layer, region)
@@ -72,6 +73,6 @@ def test_gathered_weights_are_not_recorded(monkeypatch, sharded, layer):
     looked = Looked(monkeypatch, layer, sharded=sharded)
     leaves = sharded and isinstance(layer, nn.Linear)
     assert looked.layer.region.replays is (None if leaves else looked.replays)
-    assert looked.left_out == [torch.device("cpu")] * leaves
-    looked.layer.look_around()
-    assert looked.left_out == [torch.device("cpu")] * leaves
+    for _ in range(2):
+        assert [each.detail.code for each in looked.failures] == ["weights-of-several-processes"] * leaves
+        looked.layer.look_around()
