@@ -17,6 +17,7 @@ from tests.support.trainers import arguments
 from tunecompile.runtime.model_state import state_of
 from tunecompile.runtime.unpad.prefixes import search
 from tunecompile.runtime.unpad.prefixes.forest import forest_of
+from tunecompile.runtime.unpad.prefixes.search import PrefixSearch
 from tunecompile.runtime.unpad.prefixes.shared import SharedPrefixes
 
 pytest.importorskip("transformers")
@@ -157,8 +158,47 @@ def test_dropout_behind_embeddings():
         return model
 
     ours, plain = pair(make)
-    zoo.step(ours, branches(side="right"))  # whose layers ran twice, so that the second masks counted
     not_shared(ours, plain, [branches(side="right", seed=seed) for seed in range(2)], "copies-differ", **EXACT)
+
+
+def test_dropout_that_is_switched_on_later():
+    """When what the layers are given is long known to be alike."""
+    ours, plain = pair(lambda: zoo.make("gpt2", num_hidden_layers=2).double())
+    for rate in (0.0, 0.0, 0.0, 0.3):
+        for model in (ours, plain):
+            model.transformer.drop.p = rate
+        before = shared(ours)[0]
+        steps = [zoo.step(model, branches(side="right"), loss=seeded) for model in (ours, plain)]
+        assert_close(*steps, **EXACT)
+        assert shared(ours)[0] == before + (not rate)
+    assert has(ours, "prefixes-kept", reason="copies-differ")
+
+
+def seeded(model, batch):
+    torch.manual_seed(1)
+    return model(**batch).loss
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "chunked_attention"])
+def test_chunks_go_on_from_each_other_in_other_layers(kind):
+    """Equal chunks behind other ones: layers of chunks alone would take them for one."""
+    kinds = [kind, "chunked_attention", "full_attention"]
+    settings = dict(attn_temperature_tuning=False, attention_chunk_size=40, no_rope_layers=[1] * 3)
+    ours, plain = pair(lambda: zoo.make("llama4", layer_types=kinds, **settings).double())
+    for alike, side in ((True, "right"), (True, "right"), (False, "right"), (False, "")):
+        batch = branches(80, 80, 4, 0, side)
+        if not alike:
+            batch["input_ids"][:, :40] = zoo.batch(rows=4, length=40)["input_ids"]
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **EXACT)
+    assert shared(ours)[0] == 2
+
+
+def test_what_cannot_be_compared_is_of_each_row():
+    ids = torch.zeros(3, 40, dtype=torch.long)
+    for beside in ([0, 1, 2], {"full_attention": ids}, ids.float(), ids[:, 0], object()):
+        assert PrefixSearch().begin({"input_ids": ids, "beside": beside}, lambda: None) is None
+        assert PrefixSearch().begin({"input_ids": ids, "attention_mask": {"sliding": ids}}, lambda: None) is None
+    assert PrefixSearch().begin({"input_ids": ids, "use_cache": False, "positions": ids[:1]}, lambda: None) is not None
 
 
 def test_router_losses_count_tokens():

@@ -27,6 +27,12 @@ class RngAutocastState:
         there = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
         return RngAutocastState(devices, torch.get_rng_state(), there, autocast, torch.is_autocast_cache_enabled())
 
+    def drawn_since(self) -> bool:
+        """Whether random numbers were drawn since."""
+        now = RngAutocastState.now(*self.devices)
+        same = all(torch.equal(state, now.there[device]) for device, state in self.there.items())
+        return not (same and torch.equal(self.host, now.host))
+
     def rewind(self) -> None:
         """Set the random state back to that moment."""
         torch.set_rng_state(self.host)

@@ -89,10 +89,8 @@ class Batches:
             return found
         flat, mask = found
         call.shared = flat.shared
-        if self.prefixes.checks:
-            self.prefixes.checks -= 1
-            if flat.copies_differ(args, kwargs, mask):
-                raise RowsRefused(note("copies-differ"))
+        if call.prefixes is not None and call.prefixes.must_be_checked() and flat.copies_differ(args, kwargs, mask):
+            raise RowsRefused(note("copies-differ"))
         return found
 
     def _batch_of(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[FlatBatch, Tensor | None] | None:

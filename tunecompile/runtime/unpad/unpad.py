@@ -104,8 +104,9 @@ class Unpadding(Batches):
             with self._recording(call):
                 output = call_original(self.owner, *args, **kwargs)
         except RowsRefused as found:  # before anything of this layer ran
-            if call.shared is not None:
+            if call.shared is not None and call.prefixes is not None:
                 self.prefixes.refuse(found.reason)
+                call.prefixes.begun.rewind()
                 return self._run(OwnerCall(call.given, keeps_padding=call.keeps_padding), args, kwargs)
             self.refuse(found.reason, PACKED if call.packs and not call.drops else PADDED)
             return self._run(OwnerCall(call.given), args, kwargs)

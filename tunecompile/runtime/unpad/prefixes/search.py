@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile._torch.cuda import start_copy_to_host
 from tunecompile.notes import Note, note
+from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 from tunecompile.runtime.unpad.prefixes.forest import forest_of
 from tunecompile.runtime.unpad.prefixes.shared import SharedPrefixes
 
@@ -33,9 +35,10 @@ class Keys:
     known_by: Tensor  #: int64 [K, B, T]
     arrived: torch.cuda.Event | None  #: None where it is on the host
     device: torch.device
-    columns: bool  #: whether tokens are known by their column, too
+    positions: slice | None  #: which of them are positions; None where tokens are known by their column
     mask: bool  #: whether the last of them is what a mask [B, T] says
     why_not: Callable[[], Note | None]  #: why copies have to stay, where there are any
+    begun: RngAutocastState  #: when the call began
     #: of earlier masks of the call: real tokens, where documents begin, and what these share
     found: list[tuple[Tensor, Tensor, SharedPrefixes | None]] = field(default_factory=list)
 
@@ -65,13 +68,32 @@ class Keys:
         self.found.append((real, starts, made))
         return made
 
+    def must_be_checked(self) -> bool:
+        """Whether what layers are given has to be compared: in the first batches, and where random numbers were drawn
+        before the layers. (Dropout may be switched on at any time.)
+        """
+        first, self.search.checks = self.search.checks > 0, max(self.search.checks - 1, 0)
+        return first or self.begun.drawn_since()
+
+    def _begin_alone(self, real: Tensor, starts: Tensor) -> bool:
+        """Whether documents begin with their rows, or where positions begin anew, so that no layer sees beyond. (A
+        chunk goes on from the one before it in layers that see all of the row.)
+        """
+        inside = starts & F.pad(real[:, :-1], (1, 0))
+        if self.positions is None:
+            return not inside.any()
+        steps = F.pad(self.known_by[self.positions].diff(), (1, 0))
+        return not (inside & (steps == 1).any(0)).any()
+
     def _look(self, real: Tensor, starts: Tensor) -> SharedPrefixes | None:
         if real.shape != self.known_by.shape[1:]:
             return None
         if self.arrived is not None:
             self.arrived.synchronize()
+        if not self._begin_alone(real, starts):
+            return None
         keys = self.known_by.flatten(1)
-        if self.columns:
+        if self.positions is None:
             column = torch.arange(real.shape[1], device="cpu").expand(real.shape).reshape(1, -1)
             keys = torch.cat([keys, column])
         tokens = real.flatten().nonzero()[:, 0]
@@ -110,21 +132,23 @@ class PrefixSearch:
         ids = given.get(IDS)
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or len(ids) * ids.shape[1] < 2:
             return None
-        parts = [ids[None]]
-        mask = given.get(MASK)
+        mask, parts, positions = given.get(MASK), [ids[None]], None
         says = isinstance(mask, Tensor) and mask.shape == ids.shape and mask.device == ids.device
         for name, value in given.items():
-            if name in (IDS, MASK) or not isinstance(value, Tensor) or not value.dim():
+            if name == IDS or _is_of_all(value) or (name == MASK and isinstance(value, Tensor)):
                 continue
-            if value.is_floating_point() or value.device != ids.device:
+            if not isinstance(value, Tensor) or value.is_floating_point() or value.device != ids.device:
                 return None
             if value.shape[-2:] != ids.shape and value.shape != (1, ids.shape[1]):
                 return None
             parts.append(value.expand(*value.shape[:-2], *ids.shape).reshape(-1, *ids.shape))
+            if name == POSITIONS:
+                end = sum(map(len, parts))
+                positions = slice(end - len(parts[-1]), end)
         parts += [(mask != 0)[None]] if says else []
         known_by = torch.cat([part.to(torch.int64) for part in parts])
         copied, arrived = start_copy_to_host(known_by) if known_by.is_cuda else (known_by, None)
-        return Keys(self, copied, arrived, ids.device, given.get(POSITIONS) is None, says, why_not)
+        return Keys(self, copied, arrived, ids.device, positions, says, why_not, RngAutocastState.now(ids.device))
 
     def looked(self, shares: bool) -> None:
         """A batch was looked at."""
@@ -146,3 +170,8 @@ class PrefixSearch:
         if self.batches:
             told.append(note("prefixes-shared", count=self.batches, tokens=self.tokens, rows=self.rows))
         return told + ([note("prefixes-kept", detail=self.refused)] if self.refused is not None else [])
+
+
+def _is_of_all(value: Any) -> bool:
+    """Whether an argument says the same of all tokens."""
+    return not value.dim() if isinstance(value, Tensor) else isinstance(value, (bool, int, float, str, type(None)))
