@@ -201,6 +201,20 @@ def test_what_cannot_be_compared_is_of_each_row():
     assert PrefixSearch().begin({"input_ids": ids, "use_cache": False, "positions": ids[:1]}, lambda: None) is not None
 
 
+def test_encoders_see_what_comes_behind():
+    """Also where padded batches came first, so that layers are known to read documents without a mask."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sizes |= dict(d_model=32, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=256, dropout=0.0)
+    ours, plain = pair(lambda: BartForConditionalGeneration(BartConfig(**sizes, pad_token_id=0)).double())
+    for side in ("right", "", "", ""):
+        batch = branches(side=side)
+        batch["decoder_input_ids"] = batch["input_ids"].roll(1, 1)
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), floor=1e-6, **EXACT)
+    assert not shared(ours)[0]
+
+
 def test_router_losses_count_tokens():
     ours, plain = pair(lambda: zoo.make("olmoe", output_router_logits=True))
     not_shared(ours, plain, [branches(side="right")], "output-required")

@@ -165,8 +165,9 @@ class Rounding:
     def _of_rows(self, call: OwnerCall, rows: int, length: int, device: torch.device) -> FlatBatch | None:
         """Rows without padding as documents; None where they come as they are."""
         size = rows, length
-        if call.prefixes is not None and self.first is not None and self._may(self._why_not_causal):
-            shared = call.prefixes.of_whole_rows()
+        prefixes = call.prefixes if self.first is not None and not self._sees_both_ways() else None
+        if prefixes is not None and self._may(self._why_not_causal):
+            shared = prefixes.of_whole_rows()
             if shared is not None:
                 flat = FlatBatch.of_shared(shared, size, 0)
                 flat.fills, flat.rounds = MASK, True
@@ -306,6 +307,10 @@ class Rounding:
         if self.switches is None or self.switches[0] != ids:
             self.switches = ids, [each for layer in self.members() for each in _switches_of(layer)]
         return all(each["is_causal"] for each in self.switches[1])
+
+    def _sees_both_ways(self) -> bool:
+        """Whether attention of a layer was told to see tokens behind each, too: what begins alike differs there."""
+        return any(self.told[layer][1].window == BOTH_WAYS for layer in self.members() if layer in self.told)
 
     def _waits(self, tokens: int, device: torch.device) -> bool:
         """Whether launches of so many tokens are waited for, as far as is known, so that recordings pay."""
