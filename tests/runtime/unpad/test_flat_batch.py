@@ -8,7 +8,8 @@ import torch
 from tests.support.batches import lengths_mask
 from tunecompile.compiler.token_wise.graph import OFFSETS
 from tunecompile.runtime.unpad.documents import Documents, read_padding
-from tunecompile.runtime.unpad.flat_batch import ADDED, LONGEST, MASKS, WINDOW, FlatBatch, with_document_mask
+from tunecompile.runtime.unpad.flat_batch import ADDED, LONGEST, MASKS, WINDOW, FlatBatch
+from tunecompile.runtime.unpad.traced_mask import with_document_mask
 
 
 def flat_of(*lengths, length=6):

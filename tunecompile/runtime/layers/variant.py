@@ -42,9 +42,9 @@ from tunecompile.runtime.unpad.flat_batch import (
     LONGEST_IMAGE,
     OFFSETS,
     is_filled_up,
-    with_document_mask,
 )
 from tunecompile.runtime.unpad.image_bounds import without_bounds
+from tunecompile.runtime.unpad.traced_mask import with_document_mask
 from tunecompile.runtime.watch.traced_graph import TracedGraph, also_watching, meet
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from tunecompile._torch.cuda import where_set
 from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, OFFSETS
 from tunecompile.notes import note
-from tunecompile.ops import document_mask
 from tunecompile.runtime.cuda_graphs.between import Between
 from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, Documents
@@ -35,7 +34,6 @@ LONGEST_IMAGE = "longest_image"  #: a tensor [L, 0], read for its size alone: an
 ROUNDED = 128  #: what the longest image is rounded up to, at least
 TREE = "document_tree"  #: int32 [2, S], where documents go on from others: see `ops.branch_attention`
 PLACES = "document_places"  #: int32 [N], with a tree: the place of each token in its row
-_OURS = (OFFSETS, LONGEST, WINDOW, MASKS, ADDED, TREE, PLACES)
 
 #: what collators tell other attention of boundaries; ours has them from the mask
 BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -391,34 +389,3 @@ def _state(value: Tensor) -> tuple:
 
 class HasNoTokens(Exception):
     """An argument has no dimension of tokens."""
-
-
-def with_document_mask(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """A layer's arguments, with the mask as an operation of its graph. Dynamo traces this.
-
-    Args:
-        args, kwargs: as `FlatBatch.enter` returns them, or of any other call.
-    """
-    if OFFSETS not in kwargs:
-        return args, kwargs
-    places, named = kwargs[MASKS], {name: value for name, value in kwargs.items() if name not in _OURS}
-    if not places:
-        return args, named
-    hidden = _first_tensor(*args, *kwargs.values())
-    longest = kwargs[LONGEST].shape[0]
-    window = int(kwargs[WINDOW])
-    tree = kwargs.get(TREE), kwargs.get(PLACES)
-    mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], max(window, 0), window != BOTH_WAYS, *tree)
-    if kwargs[ADDED]:
-        dtype = getattr(torch, kwargs[ADDED])
-        mask = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
-    named = {name: mask if name in places else value for name, value in named.items()}
-    return tuple(mask if place in places else value for place, value in enumerate(args)), named
-
-
-def _first_tensor(*values: Any) -> Tensor:
-    """The hidden states. Dynamo guards each value that is looked at: none behind them, such as a collator's numbers."""
-    at = 0
-    while not isinstance(values[at], Tensor):
-        at += 1
-    return values[at]
