@@ -4,28 +4,13 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from tests.support.trees import dense  # noqa: E402
 from tunecompile.templates import attention  # noqa: E402
 from tunecompile.templates._tiles import Tile  # noqa: E402
 
 
 def make(shape, device, dtype, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def written_out(q, k, v, lengths, scale, window, softcap):
-    outs, sums = [], []
-    for parts in zip(*(x.split(list(lengths)) for x in (q, k, v))):
-        q1, k1, v1 = (x.transpose(0, 1) for x in parts)
-        k1, v1 = (x.repeat_interleave(q1.shape[0] // k1.shape[0], 0) for x in (k1, v1))
-        scores = q1 @ k1.mT * scale
-        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-        place = torch.arange(q1.shape[1], device=q.device)
-        distance = place[:, None] - place
-        seen = (distance >= 0) & (distance < (window or q1.shape[1] + 1))
-        scores = scores.masked_fill(~seen, float("-inf"))
-        outs.append((scores.softmax(-1) @ v1).transpose(0, 1))
-        sums.append(scores.logsumexp(-1))
-    return torch.cat(outs), torch.cat(sums, 1)
 
 
 def compare(device, error, limit, lengths, heads, shared, width, window, softcap, dtype, tile=None, scale=0.2):
@@ -35,7 +20,7 @@ def compare(device, error, limit, lengths, heads, shared, width, window, softcap
     k, v = (make((total, shared, width), device, dtype, seed) for seed in (2, 3))
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    exact, sums = written_out(*leaves, lengths, scale, window, softcap)
+    exact, sums = dense(*leaves, [(-1, length) for length in lengths], scale, window, softcap)
     wanted = torch.autograd.grad(exact, leaves, grad.double())
     rest = (offsets, max(lengths) + 3, scale, window, softcap)
     out, logsumexp = attention.forward(q, k, v, *rest, tile=tile)
