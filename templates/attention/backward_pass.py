@@ -234,7 +234,7 @@ def queries_kernel(
     tl.store(dq + place, made.to(dq.dtype.element_ty), mask=(row < length)[:, None] & (column < WIDTH)[None, :])
 
 
-def _arguments(grad, q, k, v, logsumexp, delta, offsets, scale, window, softcap, tree, places, tile):
+def _arguments(grad, q, k, v, logsumexp, delta, offsets, scale, window, softcap, *, tree=None, places=None, tile=None):
     """(tensors before gradients, tensors behind them, strides, constants) of both kernels.
 
     Raises:
@@ -252,59 +252,29 @@ def _arguments(grad, q, k, v, logsumexp, delta, offsets, scale, window, softcap,
     return (q, k, v, grad, logsumexp, delta), (offsets, tree, places), strides, constants
 
 
-def gradients_of_keys(
-    grad,
-    q,
-    k,
-    v,
-    logsumexp,
-    delta,
-    offsets,
-    longest,
-    scale,
-    window=0,
-    softcap=0.0,
-    *,
-    tree=None,
-    places=None,
-    tile=None,
-):
-    """(dk, dv): the part of ``backward`` that is theirs. Arguments and errors are the same.
+def gradients_of_keys(grad, q, k, v, logsumexp, delta, offsets, longest, scale, window=0, softcap=0.0, **tree):
+    """(dk, dv): the part of ``backward`` that is theirs. Arguments and errors are the same, also tree, places and tile.
 
     In a tree they are in fp32 and of each head of q, [N, H, D]: the few keys of a prefix have the queries of all
     branches, so that there is a program for each of these heads.
     """
-    rest = (offsets, scale, window, softcap, tree, places, tile)
-    given, where, strides, constants = _arguments(grad, q, k, v, logsumexp, delta, *rest)
-    parts = 1 if tree is None else constants["SHARED"]
+    given, where, strides, constants = _arguments(
+        grad, q, k, v, logsumexp, delta, offsets, scale, window, softcap, **tree
+    )
+    parts = constants["SHARED"] if constants["TREE"] else 1
     constants["MEMBERS"] = constants["SHARED"] // parts
-    total, heads, dtype = q.shape[0], k.shape[1] * parts, k.dtype if tree is None else torch.float32
+    total, heads, dtype = q.shape[0], k.shape[1] * parts, torch.float32 if constants["TREE"] else k.dtype
     dk, dv = (torch.empty((total, heads, k.shape[2]), dtype=dtype, device=k.device) for _ in range(2))
     grid = triton.cdiv(longest, constants["BLOCK"]), offsets.shape[0] - 1, heads * constants["SLICES"]
     launch(keys_kernel, grid, *given, dk, dv, *where, total, *strides, **constants)
     return dk, dv
 
 
-def gradients_of_queries(
-    grad,
-    q,
-    k,
-    v,
-    logsumexp,
-    delta,
-    offsets,
-    longest,
-    scale,
-    window=0,
-    softcap=0.0,
-    *,
-    tree=None,
-    places=None,
-    tile=None,
-):
-    """dq: the part of ``backward`` that is theirs. Arguments and errors are the same."""
-    rest = (offsets, scale, window, softcap, tree, places, tile)
-    given, where, strides, constants = _arguments(grad, q, k, v, logsumexp, delta, *rest)
+def gradients_of_queries(grad, q, k, v, logsumexp, delta, offsets, longest, scale, window=0, softcap=0.0, **tree):
+    """dq: the part of ``backward`` that is theirs. Arguments and errors are the same, also tree, places and tile."""
+    given, where, strides, constants = _arguments(
+        grad, q, k, v, logsumexp, delta, offsets, scale, window, softcap, **tree
+    )
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grid = triton.cdiv(longest, constants["BLOCK"]), offsets.shape[0] - 1, q.shape[1] * constants["SLICES"]
     launch(queries_kernel, grid, *given, dq, *where, q.shape[0], *strides, **constants)

@@ -14,6 +14,7 @@ from tunecompile.ir.op import Cost, op
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note
 from tunecompile.ops.attention.documents import (
+    attention_shapes,
     document_mask,
     join_sinks,
     refuse_template,
@@ -51,16 +52,11 @@ def _summed(gradient: Tensor, like: Tensor) -> Tensor:
     return made.transpose(0, 1).to(like.dtype).contiguous()
 
 
-def _shapes(q: Tensor, *_) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=wide)
-
-
 def _backward_shapes(grad, q, k, v, offsets, longest, tree, places, scale, window, sinks, *_) -> list[Tensor]:
     return [*contiguous_like(q, k, v), grad.new_empty(0 if sinks is None else sinks.shape)]
 
 
-@op(cost=Cost.MATMUL, shapes=_shapes)
+@op(cost=Cost.MATMUL, shapes=attention_shapes)
 def branch_attention(
     q: Tensor,
     k: Tensor,

@@ -14,6 +14,7 @@ from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
 
 __all__ = [
+    "attention_shapes",
     "document_mask",
     "join_sinks",
     "refuse_attention",
@@ -92,7 +93,7 @@ def _backward(grad, q, k, v, offsets, longest, scale, window, sinks, causal, sof
     ]
 
 
-def _shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def attention_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Empty tensors like the results: the code above takes long to run on sizes that are symbols."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=wide)
@@ -102,7 +103,7 @@ def _backward_shapes(grad, q, k, v, offsets, longest, scale, window, sinks, *_: 
     return [*contiguous_like(q, k, v), grad.new_empty(0 if sinks is None else sinks.shape)]
 
 
-@op(cost=Cost.MATMUL, opaque=True, shapes=_shapes)
+@op(cost=Cost.MATMUL, opaque=True, shapes=attention_shapes)
 def attention_in_rows(
     q: Tensor,
     k: Tensor,
@@ -156,7 +157,7 @@ def attention_in_rows_backward(
     return _backward(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1)
 
 
-@op(cost=Cost.MATMUL, shapes=_shapes)
+@op(cost=Cost.MATMUL, shapes=attention_shapes)
 def varlen_attention(
     q: Tensor,
     k: Tensor,

@@ -223,10 +223,7 @@ class Batches:
             return note("states-of-branches", detail=kind)
         if self.gathered:
             return note("weights-gathered")
-        name = "output_router_logits"
-        wanted = given.get(name)
-        asked = getattr(getattr(self.owner, "config", None), name, False) if wanted is None else wanted
-        return note("output-required", name) if asked else None
+        return refusals.wants_router_logits(self.owner, given)
 
     def _why_others_read_padding(self) -> Note | None:
         """Whether a layer that is not compiled by us is among those of the call: it would read zeros at padding."""

@@ -33,6 +33,7 @@ _TOKEN_WISE = {
 }
 #: of torch's modules, those that call another one, or make weights
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.", "torch.nn.utils.parametri", "torch.nn.modules.container")
+ROUTER_LOGITS = "output_router_logits"
 _HARMLESS = (
     *("tunecompile.", "transformers.utils.output_capturing", "torch.distributed.", "accelerate."),
     "bitsandbytes.nn.parametrize",
@@ -130,6 +131,13 @@ def weights(layers: Sequence[nn.Module]) -> Note | None:
     return note("weights-of-call") if own else None
 
 
+def wants_router_logits(owner: nn.Module, given: dict[str, Any]) -> Note | None:
+    """Whether router logits are requested: by an argument, or else by the config. Takes what `router_logits` does."""
+    wanted = given.get(ROUTER_LOGITS)
+    asked = getattr(getattr(owner, "config", None), ROUTER_LOGITS, False) if wanted is None else wanted
+    return note("output-required", ROUTER_LOGITS) if asked else None
+
+
 def router_logits(owner: nn.Module, given: dict[str, Any]) -> Note | None:
     """Whether somebody may read router logits of padding, which are zero there.
 
@@ -137,13 +145,10 @@ def router_logits(owner: nn.Module, given: dict[str, Any]) -> Note | None:
         owner: of the layers.
         given: what its forward is given, by name.
     """
-    name = "output_router_logits"
-    wanted = given.get(name)
-    if not (getattr(getattr(owner, "config", None), name, False) if wanted is None else wanted):
-        return None
     mask = given.get("attention_mask")
-    masked = isinstance(mask, Tensor) and mask.dim() == 2 and router_logits_are_masked()
-    return None if masked else note("output-required", name)
+    masked = isinstance(mask, Tensor) and mask.dim() == 2
+    wanted = wants_router_logits(owner, given)
+    return None if wanted is None or (masked and router_logits_are_masked()) else wanted
 
 
 def gathers(owner: nn.Module) -> bool:

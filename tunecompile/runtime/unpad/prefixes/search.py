@@ -17,6 +17,7 @@ from torch import Tensor
 from tunecompile._torch.cuda import start_copy_to_host
 from tunecompile.notes import Note, note
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
+from tunecompile.runtime.unpad.masks.given import MASK
 from tunecompile.runtime.unpad.prefixes.forest import forest_of
 from tunecompile.runtime.unpad.prefixes.shared import SharedPrefixes
 
@@ -24,7 +25,6 @@ LOOKS = 3  #: batches that share nothing, one after another, from which on few a
 FEW = 16  #: of so many one
 CHECKS = 2  #: batches in which what layers are given is compared
 IDS, POSITIONS = "input_ids", "position_ids"
-MASK = "attention_mask"  #: of pairs it is read for documents: in each of them tokens see all before them
 
 
 @dataclass
@@ -136,7 +136,7 @@ class PrefixSearch:
         says = isinstance(mask, Tensor) and mask.shape == ids.shape and mask.device == ids.device
         for name, value in given.items():
             if name == IDS or _is_of_all(value) or (name == MASK and isinstance(value, Tensor)):
-                continue
+                continue  # (a mask of pairs is read for documents: in each of them tokens see all before them)
             if not isinstance(value, Tensor) or value.is_floating_point() or value.device != ids.device:
                 return None
             if value.shape[-2:] != ids.shape and value.shape != (1, ids.shape[1]):

@@ -45,10 +45,9 @@ class SharedPrefixes:
         tokens[found] = forest.tokens
         missing = documents - len(forest.parents)
         lengths = torch.tensor(forest.starts, device="cpu").diff()
-        depths = torch.tensor(forest.depths, device="cpu").repeat_interleave(lengths)
-        begins = torch.tensor(forest.starts[:-1], device="cpu").repeat_interleave(lengths)
+        shifts = torch.tensor(forest.depths, device="cpu") - torch.tensor(forest.starts[:-1], device="cpu")
         places = torch.arange(total, device="cpu")
-        places[:count] += depths - begins
+        places[:count] += shifts.repeat_interleave(lengths)
         offsets = [*forest.starts, *[total] * missing]
         tree = [*forest.parents, *[-1] * missing, *forest.ends, *[total] * missing]
         again = [each for pair in parts[1:] for each in pair]
