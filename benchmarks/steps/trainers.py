@@ -7,6 +7,8 @@ QLoRA of random weights; each trainer and system has a process of its own, and i
 4 pairs, one of GRPO 8 completions of a prompt and one of SFT 4 rows of 2,048 tokens. Lengths of completions are drawn as those of
 real data, and all systems are given the same. Tokens/s are those of the median step; of GRPO, whose steps differ by their longest row,
 of all timed steps but the slowest and the fastest.
+Rows of SFT are a tree with `--tree 1024,512,256,256`: a conversation of 1,024 tokens that goes on in two ways of 512, each of them in two
+of 256, and so on: 8 rows of 2,048 tokens, of which they have some in common.
 GRPO's completions are random tokens, and none is generated, unless `--rollouts` says so: each system then generates as it
 does under TRL without an engine, 512 tokens of a prompt of 512 if `--completion 512 --prompt 512` are given.
 """
@@ -21,6 +23,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -47,6 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing, as TRL has it")
     parser.add_argument("--completion", type=int, help="tokens of each completion; drawn, if not given")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
+    parser.add_argument("--tree", type=sizes, default=(), help="tokens of each level of a tree that SFT's rows are")
     parser.add_argument("--rollouts", action="store_true", help="GRPO's completions are generated")
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after {UNTIMED} that are not")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="that all of it may take")
@@ -54,6 +58,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the process of one system
     return parser.parse_args()
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Numbers with commas between them."""
+    return tuple(map(int, text.split(",")))
 
 
 def usual(steps: list[float], trainer: str) -> float:
@@ -69,13 +78,21 @@ def words(count: int) -> str:
 def shape_of(trainer: str, given: argparse.Namespace) -> str:
     """ROWSxTOKENS; of rows of several lengths with the median."""
     if trainer == "sft":
-        return f"{ROWS}x{LENGTH}"
+        levels = "+".join(map(str, given.tree))
+        return f"{2 ** (len(given.tree) - 1)}x tree({levels})" if levels else f"{ROWS}x{LENGTH}"
     rows = 2 * PAIRS if trainer == "dpo" else COMPLETIONS
     if not given.completion:
         return f"{rows}x~{given.prompt + TYPICAL}"
     if given.rollouts:
         return f"{rows}x{given.prompt}+{given.completion}"
     return f"{rows}x({given.prompt}+{given.completion})"
+
+
+def branches(levels: Sequence[int], ids: Callable[[int], list[int]]) -> list[list[int]]:
+    """Rows that go on in two ways at the end of each level."""
+    first, *rest = levels
+    trunk = ids(first)
+    return [trunk + row for _ in range(2) for row in branches(rest, ids)] if rest else [trunk]
 
 
 def make(
@@ -93,9 +110,12 @@ def make(
     if trainer == "sft":
         from trl import SFTConfig, SFTTrainer
 
-        rows = [{"input_ids": ids(LENGTH)} for _ in range(ROWS * steps)]
-        settings = SFTConfig(**common, per_device_train_batch_size=ROWS, max_length=LENGTH)
-        return SFTTrainer(args=settings, train_dataset=Dataset.from_list(rows), **about), ROWS * LENGTH
+        step = partial(branches, given.tree, ids) if given.tree else lambda: [ids(LENGTH) for _ in range(ROWS)]
+        rows = [{"input_ids": row} for _ in range(steps) for row in step()]
+        count, length = len(rows) // steps, len(rows[0]["input_ids"])
+        common |= {"train_sampling_strategy": "sequential"}
+        settings = SFTConfig(**common, per_device_train_batch_size=count, max_length=length)
+        return SFTTrainer(args=settings, train_dataset=Dataset.from_list(rows), **about), count * length
     if trainer == "dpo":
         from trl import DPOConfig, DPOTrainer
 
@@ -201,6 +221,7 @@ def run(given: argparse.Namespace, trainer: str, name: str, folder: str, seconds
     command += ["--steps", str(given.steps), "--folder", folder, "--out", str(given.out)]
     command += ["--completion", str(given.completion)] if given.completion else []
     command += ["--prompt", str(given.prompt), *["--rollouts"] * given.rollouts]
+    command += ["--tree", ",".join(map(str, given.tree))] if given.tree else []
     command += ["--checkpointing"] * given.checkpointing
     return row_apart(command, given.logs / f"{trainer}-{name}.log", seconds)
 

@@ -20,6 +20,9 @@ NOTES = {
         "{count} layers came after `optimize` and are not compiled: call `restore`, then `optimize`",
         "Call restore(model), then optimize(model).",
     ),
+    "backward-left-out": NoteKind(
+        "the losses of {count} batches, {rows} completions, had no gradient (equal rewards): they got no backward pass"
+    ),
     "hooks-replaced": NoteKind(
         "a dictionary of hooks inside a layer was replaced by another while the first was kept: this was noticed "
         "within {steps} steps, in which layers ran with the hooks they had before",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from tunecompile.errors import MissingExtra
+from tunecompile.integrations.trainer_batches import calling_trainer
 from tunecompile.notes import Note, note
+from tunecompile.report.report import Report
 from tunecompile.runtime.model_state import state_of
 from tunecompile.trainers.accumulation import merge_accumulation
 from tunecompile.trainers.door import Door, merges_in_run, options_of_run
+from tunecompile.trainers.unneeded_backward import UnneededBackward
 from tunecompile.trainers.watch import Watcher, watch
 
 try:
@@ -33,6 +37,9 @@ class Callback(Door, TrainerCallback):
     callback that was added later, or a model that `model_init` made anew. A model that was optimized before is left as
     it is. The report is `callback.report()`.
 
+    Batches of completions whose rewards leave no gradient, GRPO's groups that are all right or all wrong, get no
+    backward pass in a training of one process: their gradients are zeros, and the report counts them.
+
     Args:
         watch: whether the training's health is watched, as `tunecompile.watch` does.
         merge_accumulation: whether batches that the Trainer accumulates (`gradient_accumulation_steps`) come as one
@@ -47,6 +54,7 @@ class Callback(Door, TrainerCallback):
         self.watches, self.merges = watch, merge_accumulation
         self.merged: Note | None = None  #: what became of accumulated batches
         self.watcher: Watcher | None = None  #: while training
+        self.unneeded: UnneededBackward | None = None  #: of the Trainer that began to train
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Optimize the model before engines wrap it, and merge accumulated batches before a loader is made."""
@@ -61,6 +69,8 @@ class Callback(Door, TrainerCallback):
             self._tell(self.merged or note("accumulation-kept", detail=note("added-late")))
         if self.watches and model is not None:
             self.watcher = watch(model)
+        if self.unneeded is None and self.models and (trainer := calling_trainer()) is not None:
+            self.unneeded = UnneededBackward(trainer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the report."""
@@ -68,6 +78,11 @@ class Callback(Door, TrainerCallback):
             self.watcher.stop()
         if state.is_world_process_zero and self.models:
             log.info("%s", self.report())
+
+    def report(self) -> Report:
+        """As `tunecompile.report` has it, with what became of the Trainer's batches."""
+        found = super().report()
+        return found if self.unneeded is None else replace(found, notes=[*found.notes, *self.unneeded.notes()])
 
     def _optimize(self, model: nn.Module | None) -> None:
         if model is not None:

@@ -48,6 +48,11 @@ def token_scores(
     return log_probs, dict(zip(names, values))
 
 
+def is_token_scores(node: torch.autograd.graph.Node) -> bool:
+    """Whether a node of an autograd graph is that of `token_scores`."""
+    return type(node).__name__ == f"{_TokenScores.__name__}Backward"
+
+
 class _TokenScores(torch.autograd.Function):
     """Under a frozen head the gradient of a row's hidden state is that of its log-probability times one number, so it
     is computed in the forward pass, where the logits are at hand. Else, and for a gradient of the entropy, which loops
