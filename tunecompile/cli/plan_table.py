@@ -36,6 +36,7 @@ def show(report: PlanReport, console: Console) -> None:
     )
     whose = " of all GPUs together" if asked.together else " a GPU" if asked.gpus > 1 else ""
     of = f"{asked.rows} x {asked.length:,} tokens{whose}"
+    of += f", of which all rows share {asked.shared_prefix:,}" if asked.shared_prefix else ""
     console.print(
         f"[bold]{escape(asked.model)}[/], {MODES[asked.mode]}, {of}, on {where}: memory of the fullest GPU in GiB",
         highlight=False,

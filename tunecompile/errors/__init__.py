@@ -47,6 +47,7 @@ from tunecompile.errors.commands import (
 )
 from tunecompile.errors.tools import (
     BadBatchShape,
+    BadSharedPrefix,
     CannotEstimate,
     CannotMerge,
     CannotQuantize,
@@ -83,6 +84,7 @@ __all__ = [
     "BadMessages",
     "BadOption",
     "BadShape",
+    "BadSharedPrefix",
     "CacheDiffers",
     "CannotEstimate",
     "CannotMerge",

@@ -11,6 +11,12 @@ class BadBatchShape(TunecompileError, ValueError):
     template = "batch_shape is {given!r}: give (rows, length), two positive integers."
 
 
+class BadSharedPrefix(TunecompileError, ValueError):
+    """Raised by `estimate` and `tunecompile plan`: rows are not longer than the prefix that they are said to share."""
+
+    template = "shared_prefix is {given}: give 0, or fewer tokens than a row has, {length}."
+
+
 class UnknownGpu(TunecompileError, ValueError):
     """Raised by `estimate(gpu=...)` and `tunecompile plan`: the GPU's name or one of the given figures is unknown."""
 

@@ -28,7 +28,7 @@ from tunecompile._torch.modules import fill
 from tunecompile.compiler.backend import CompiledAs
 from tunecompile.compiler.survey import SurveyBackend
 from tunecompile.errors import CannotEstimate, summary
-from tunecompile.estimate.dry_run_planner import DryRunPlanner, StaticMemory
+from tunecompile.estimate.dry_run_planner import DryRunPlanner, SharedPrefix, StaticMemory
 from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears
 from tunecompile.ir.op import has_triton
 from tunecompile.ir.pretend_gpu import as_on_gpu
@@ -214,12 +214,17 @@ def rehearse(
     shape: Sequence[int],
     gpu: GpuSpec | None = None,
     thorough: bool = False,
+    shared_prefix: int = 0,
 ) -> tuple[DryRunPlanner, list[Note]]:
     """Call a skeleton on a blank batch, with all that `optimize` attaches. Returns the planner and notes.
 
+    shared_prefix: tokens that all rows begin with.
+
     Raises:
         CannotEstimate: the model cannot be copied, called or traced.
+        BadSharedPrefix: rows are not longer than the prefix, or it is negative.
     """
+    prefix = SharedPrefix(shared_prefix, shape[1])
     fakes, name, spec = FakeTensorMode(allow_non_fake_inputs=True), type(stage.model).__name__, stage.memory
     stage.model, stage.memory = _skeleton(stage.model, fakes), None
     stage.attach()
@@ -228,6 +233,7 @@ def rehearse(
     cuda = device.type == "cuda"
     device = device if cuda else torch.device("cpu")
     rehearsal = _planner(stage, spec, ledger, device, gpu, thorough)
+    rehearsal.prefix = prefix
     seen: dict[tuple, tuple[SurveyBackend, Variant, Any]] = {}
     for slot in stage.slots:
         fill(slot.layer, TraceOnlySlot(slot, rehearsal, fakes, seen))

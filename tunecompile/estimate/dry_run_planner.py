@@ -14,6 +14,8 @@ from torch.fx import Graph, Node
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.survey import survey
+from tunecompile.compiler.token_wise.graph import is_recurrence
+from tunecompile.errors import BadSharedPrefix
 from tunecompile.ir.op import OPS
 from tunecompile.notes import Note, note
 from tunecompile.planner import candidates
@@ -40,6 +42,7 @@ from tunecompile.runtime.memory.accounting import (
     tail_bytes,
 )
 from tunecompile.runtime.memory.offload import Offload
+from tunecompile.runtime.unpad.prefixes.forest import GAIN, SHORTEST
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,27 @@ class StaticMemory:
         return self.device.total()
 
 
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Tokens that all rows of a batch begin with, which layers compute once.
+
+    Raises:
+        BadSharedPrefix: rows are not longer, or it is negative.
+    """
+
+    tokens: int = 0  #: of the prefix
+    length: int = 1  #: of a row
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tokens < self.length:
+            raise BadSharedPrefix(given=self.tokens, length=self.length)
+
+    def computed(self, tokens: int) -> int:
+        """Of a batch of so many tokens, those that layers compute."""
+        once = tokens - self.tokens * max(0, tokens // self.length - 1)
+        return once if self.tokens >= SHORTEST and tokens >= GAIN * once else tokens
+
+
 @dataclass
 class DryRunPlanner:
     """The plan of a step that will not run.
@@ -103,9 +127,10 @@ class DryRunPlanner:
     gpu: GpuSpec | None = None  #: to plan for in the place of the model's device
     bounded: bool = True  #: whether there is a budget to plan for
     keepable: bool = False  #: whether 4-bit weights would stay dequantised in a step, where the ledger says so, too
+    prefix: SharedPrefix = SharedPrefix()
     thorough: bool = False  #: whether every plan is surveyed, though some fit: others may fit another batch
     candidates: dict[int, RegionCandidates] = field(default_factory=dict)  #: by region
-    tokens: int = 0  #: of the batch, as its first layer sees it
+    tokens: int = 0  #: of the batch's rows
     admitted: AdmittedPlan | None = None
     attends: bool = False  #: whether any layer's attention is fused
     masks: dict[Any, int] = field(default_factory=dict)  #: bytes of masks that layers read, by what shares memory
@@ -138,6 +163,9 @@ class DryRunPlanner:
         self.attends = self.attends or any(
             node.op == "call_function" and "attention" in str(node.target) for node in joint.graph.nodes
         )
+        if self.prefix.tokens and (why := _why_kept(slot, joint.graph)) is not None:
+            self.prefix = SharedPrefix()
+            self.notes.append(note("prefixes-kept", detail=why))
         region = id(slot.region)
         joint = joint if self.gpu is None else replace(joint, attention=_attention(joint.graph, self.gpu))
         result = survey(joint, self.tokens, self._stages(joint.graph), partial(self._is_enough, region), self.kept)
@@ -176,7 +204,7 @@ class DryRunPlanner:
             first = {id(slot.region): slot for slot in reversed(self.layers)}
             runs = tuple(replace(run, only=RECOMPUTE if first[run.region].checkpoint else KEEP) for run in runs)
         return StepRequest(
-            tokens=tokens,
+            tokens=self.prefix.computed(tokens),
             runs=runs,
             candidates=self.candidates,
             rates=self.rates(),
@@ -207,7 +235,7 @@ class DryRunPlanner:
 
     def most_tokens(self) -> int:
         """The largest batch that fits. Bytes are taken to follow tokens."""
-        low, high = 0, self.plan.tokens
+        low, high = 0, self.tokens
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.holds(middle) else (low, middle)
@@ -251,21 +279,21 @@ class DryRunPlanner:
         chosen = (replace(option.plan, weights=False) for run in self.plan.choice.options for option in run)
         return sum(
             next(row for row in each.rows if row.plan.key == plan.key).forward_work.ms(
-                each.rates(request.rates), self.tokens / each.tokens
+                each.rates(request.rates), request.tokens / each.tokens
             )
             for each, plan in zip(request.layers(), chosen)
         )
 
     def flops(self) -> int:
         """Floating point operations of all layers' forward and backward, nothing recomputed, and of the heads."""
-        total = 0.0
-        for each in self.request(self.tokens).layers():
+        total, request = 0.0, self.request(self.tokens)
+        for each in request.layers():
             kept = next(row for row in each.rows if row.plan == KEEP)
-            total += (kept.forward_work.flops + kept.backward_work.flops) * self.tokens / each.tokens
+            total += (kept.forward_work.flops + kept.backward_work.flops) * request.tokens / each.tokens
         return int(total) + self._beside_layers().flops
 
     def _beside_layers(self) -> Work:
-        return beside_layers(self._head_weights(), self._trained(), self.plan.tokens)
+        return beside_layers(self._head_weights(), self._trained(), self.tokens)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -283,6 +311,15 @@ class DryRunPlanner:
         """How many of other layers, of the first kind, follow each of these options."""
         found = self.candidates.get(id(self.layers[0].region))
         return count_options((option, found.names if found is not None else ()) for option in options)
+
+
+def _why_kept(slot: LayerSlot, graph: Graph) -> Note | None:
+    """Why layers of a kind compute a prefix in each row; None where they share it."""
+    for node in graph.nodes:
+        if node.op == "call_function" and (op := OPS.get(node.target)) is not None and is_recurrence(node.target):
+            return note("states-of-branches", detail=op.name)
+    drawing = (module for module in slot.layer.modules() if isinstance(module, nn.Dropout) and module.p)
+    return None if next(drawing, None) is None else note("draws-random", detail="dropout")
 
 
 def _attention(graph: Graph, gpu: GpuSpec) -> float | None:

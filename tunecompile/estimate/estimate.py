@@ -97,6 +97,7 @@ def estimate(
     model: nn.Module,
     batch_shape: tuple[int, int],
     *,
+    shared_prefix: int = 0,
     memory: Spec = None,
     host_memory: Spec = None,
     host_embedding: bool | None = None,
@@ -119,6 +120,8 @@ def estimate(
     Args:
         model: any `nn.Module` whose forward takes token ids [rows, length], int64, as its first argument.
         batch_shape: (rows, length) in tokens, without padding.
+        shared_prefix: tokens that all rows begin with, such as the prompt of GRPO's completions: layers compute them
+            once, where a training step would.
         memory: as for `optimize`. None: the budget that the model was optimized with; without one, a step without a
             budget, compared with all free memory of the GPU. A fraction or "auto" needs a model on a GPU, or `gpu`.
         host_memory: as for `optimize`. None: what the model was optimized with; else 64 GiB with `gpu`, and half of
@@ -134,6 +137,7 @@ def estimate(
 
     Raises:
         BadBatchShape: `batch_shape` is not two positive integers.
+        BadSharedPrefix: rows are not longer than `shared_prefix`, or it is negative.
         CannotEstimate: nothing in the model is trained, it spans several devices, or it cannot be traced.
         UnknownGpu: there is no datasheet of `gpu`; the message names the known ones.
         UnknownBudget: `memory` or `host_memory` is none of the forms that `optimize` accepts.
@@ -159,7 +163,7 @@ def estimate(
         growing=1.0,
     )
     with torch.inference_mode(False):  # there, nothing is trained
-        dry_run, notes = rehearse(state, static, device, batch_shape, sheet)
+        dry_run, notes = rehearse(state, static, device, batch_shape, sheet, shared_prefix=shared_prefix)
     rows, length = batch_shape
     return summarize(type(model).__name__, (rows, length), static, dry_run, notes)
 

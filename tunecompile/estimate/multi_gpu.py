@@ -52,6 +52,7 @@ class Question:
     host_memory: Spec = None  #: as for `optimize`, for each GPU's process
     rank: int = 16  #: rank of the adapters
     together: bool = False  #: whether `rows` counts the rows of all GPUs
+    shared_prefix: int = 0  #: tokens that all rows of a GPU begin with
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def plan(question: Question) -> PlanReport:
         CannotEstimate: no model can be made of the config, or it cannot be traced.
         MissingExtra, NoConfig: as `meta_model` does.
         UnknownBudget: `memory` or `host_memory` cannot be read.
+        BadSharedPrefix: rows are not longer than what they share.
     """
     return MultiGpuPlanner(question).report()
 
@@ -254,7 +256,13 @@ class MultiGpuPlanner:
             state = state_for(self.model, memory, host_memory)
             with torch.autocast("cpu", self.question.gpu.dtype):
                 self.dry_runs[key] = rehearse(
-                    state, static, torch.device("meta"), (rows, self.question.length), self.question.gpu, thorough=True
+                    state,
+                    static,
+                    torch.device("meta"),
+                    (rows, self.question.length),
+                    self.question.gpu,
+                    thorough=True,
+                    shared_prefix=self.question.shared_prefix,
                 )
         return self.dry_runs[key]
 

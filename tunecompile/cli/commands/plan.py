@@ -34,6 +34,9 @@ def plan(
     ] = None,
     global_batch: Annotated[Optional[int], of_rows(min=1, help="Rows a step on all GPUs together.")] = None,
     seq_len: Annotated[int, of_rows(min=2, help="Tokens a row.")] = 2048,
+    shared_prefix: Annotated[
+        int, of_rows(min=0, help="Tokens that all rows of a GPU begin with, such as GRPO's prompt: computed once.")
+    ] = 0,
     gpu: Annotated[
         str,
         of_machines(
@@ -75,6 +78,7 @@ def plan(
             host_memory,
             rank,
             together=global_batch is not None,
+            shared_prefix=shared_prefix,
         )
         with warnings.catch_warnings():  # libraries warn about a model that is not run here
             warnings.simplefilter("ignore")

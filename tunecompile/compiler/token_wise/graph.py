@@ -214,9 +214,14 @@ OFFSETS = "document_offsets"  #: what a layer's argument is called that has them
 IMAGE_OFFSETS = "image_offsets"
 
 
+def is_recurrence(target: Any) -> bool:
+    """Whether an op reads tokens before each, and no other document's where it is told of documents."""
+    return target in _BY_DOCUMENTS
+
+
 def recurrences(graph: Graph) -> int:
-    """How many ops of a graph read tokens before each, and no other document's where they are told of documents."""
-    return sum(node.target in _BY_DOCUMENTS for node in graph.nodes)
+    """How many ops of a graph are recurrences."""
+    return sum(is_recurrence(node.target) for node in graph.nodes)
 
 
 def _has_offsets(node: Node) -> bool:

@@ -1,0 +1,45 @@
+"""Estimates of rows that begin alike: layers compute the prefix once, heads each row."""
+
+import pytest
+
+import tunecompile
+from tests.support import zoo
+from tunecompile.errors import BadSharedPrefix
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+ROWS, LENGTH, PREFIX = 4, 96, 64
+
+
+def estimated(kind, shared_prefix, rows=ROWS, length=LENGTH, **adapters):
+    model = zoo.adapt(zoo.make(kind), **adapters).train()
+    return tunecompile.estimate(model, (rows, length), shared_prefix=shared_prefix, gpu="h200")
+
+
+def test_layers_count_a_prefix_once():
+    whole, shared = estimated("llama", 0), estimated("llama", PREFIX)
+    computed = PREFIX + ROWS * (LENGTH - PREFIX)
+    layers_alone = estimated("llama", 0, 1, computed)  # its head has fewer rows, and attention another length
+    assert layers_alone.activations < shared.activations < whole.activations
+    assert shared.flops < whole.flops and shared.milliseconds < whole.milliseconds
+    assert not shared.notes or all(each.code != "prefixes-kept" for each in shared.notes)
+
+
+@pytest.mark.parametrize(
+    "kind, adapters, reason", [("qwen3_5", {}, "states-of-branches"), ("llama", {"lora_dropout": 0.1}, "draws-random")]
+)
+def test_others_keep_their_copies_and_say_why(kind, adapters, reason):
+    whole, shared = estimated(kind, 0, **adapters), estimated(kind, PREFIX, **adapters)
+    assert shared.activations == whole.activations
+    assert [each.detail.code for each in shared.notes if each.code == "prefixes-kept"] == [reason]
+
+
+@pytest.mark.parametrize("shared_prefix", [31, 0])
+def test_short_ones_are_not_shared(shared_prefix):
+    assert estimated("llama", shared_prefix).activations == estimated("llama", 0).activations
+
+
+@pytest.mark.parametrize("shared_prefix", [-1, LENGTH])
+def test_rows_are_longer_than_what_they_share(shared_prefix):
+    with pytest.raises(BadSharedPrefix, match=f"fewer tokens than a row has, {LENGTH}"):
+        estimated("llama", shared_prefix)
