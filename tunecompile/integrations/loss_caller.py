@@ -11,6 +11,7 @@ import inspect
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.dynamo import under_way
@@ -25,6 +26,7 @@ _GENERATION = "transformers.generation"
 _TRAINERS = ("transformers.trainer", "trl.")
 _ROUTER_LOSS = "load_balancing_loss_func"  #: of each mixture of transformers
 _LOSS_ONLY = "prediction_loss_only"  #: the argument of their `prediction_step`
+_IDS = "input_ids"
 _BETWEEN = {
     "torch",
     "transformers",
@@ -54,6 +56,21 @@ def labels_are_given() -> bool:
     return any(
         _takes_labels(frame) is not None and isinstance(frame.f_locals.get("labels"), Tensor) for frame in under_way()
     )
+
+
+def ids_of_embeddings(shape: torch.Size) -> Tensor | None:
+    """The token ids [B, T] that the forward under way of one of transformers' models embeds; None where there is none.
+
+    It takes ids or embeddings, never both, and so has made embeddings of these ids itself, of images among them.
+    """
+    for frame in under_way():
+        code = frame.f_code
+        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if _IDS in parameters and parameters[0] == "self" and _home(frame).startswith("transformers."):
+            ids = frame.f_locals.get(_IDS)
+            if isinstance(ids, Tensor) and ids.shape == shape and not ids.is_floating_point():
+                return ids
+    return None
 
 
 def loss_is_wanted() -> bool:

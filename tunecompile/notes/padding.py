@@ -57,6 +57,9 @@ REASONS = {
     ),
     "one-owner-several-lists": NoteKind("one module owns several lists of layers"),
     # prefixes that rows share
+    "prefixes-unread": NoteKind("batches are not looked at for prefixes that rows share: {detail}"),
+    "not-by-token": NoteKind("{detail} cannot be compared token by token"),
+    "embeddings-train": NoteKind("each row's embeddings have a gradient of their own", "Give the model token ids."),
     "states-of-branches": NoteKind("states of {detail} would have to go on from a prefix in each branch"),
     "draws-random": NoteKind("each copy draws random numbers of its own ({detail})", "Switch dropout off."),
     "copies-differ": NoteKind(

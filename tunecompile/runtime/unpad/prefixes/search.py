@@ -1,4 +1,5 @@
-"""Looks for prefixes that rows of a batch share: by the ids of tokens, and all else that an owner of layers is given.
+"""Looks for prefixes that rows of a batch share: by the ids of tokens, by the bits of embeddings that come in place of
+ids (of images among them), and by all else that an owner of layers is given.
 
 The device copies ids to the host while what stands before the layers runs. Batches that share nothing are looked at
 less and less: each look waits for the device.
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile._torch.cuda import start_copy_to_host
+from tunecompile.integrations.loss_caller import ids_of_embeddings
 from tunecompile.notes import Note, note
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 from tunecompile.runtime.unpad.masks.given import MASK
@@ -24,7 +26,9 @@ from tunecompile.runtime.unpad.prefixes.shared import SharedPrefixes
 LOOKS = 3  #: batches that share nothing, one after another, from which on few are looked at
 FEW = 16  #: of so many one
 CHECKS = 2  #: batches in which what layers are given is compared
-IDS, POSITIONS = "input_ids", "position_ids"
+IDS, EMBEDDINGS, POSITIONS = "input_ids", "inputs_embeds", "position_ids"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  #: by bytes of an element
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  #: 2^64 over the golden ratio, as an int64 (Fibonacci hashing)
 
 
 @dataclass
@@ -114,6 +118,7 @@ class PrefixSearch:
 
     def __init__(self) -> None:
         self.refused: Note | None = None  #: why none are from now on
+        self.unread: Note | None = None  #: why none were in a call
         self.alone = 0  #: batches that shared nothing, one after another
         self.calls = 0
         self.checks = CHECKS
@@ -129,18 +134,17 @@ class PrefixSearch:
         self.calls += 1
         if self.refused is not None or (self.alone >= LOOKS and self.calls % FEW):
             return None
-        ids = given.get(IDS)
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or len(ids) * ids.shape[1] < 2:
+        known = self._tokens(given)
+        if known is None:
             return None
-        mask, parts, positions = given.get(MASK), [ids[None]], None
+        ids, parts = known[0][0], [*known]
+        mask, positions = given.get(MASK), None
         says = isinstance(mask, Tensor) and mask.shape == ids.shape and mask.device == ids.device
         for name, value in given.items():
-            if name == IDS or _is_of_all(value) or (name == MASK and isinstance(value, Tensor)):
-                continue  # (a mask of pairs is read for documents: in each of them tokens see all before them)
-            if not isinstance(value, Tensor) or value.is_floating_point() or value.device != ids.device:
-                return None
-            if value.shape[-2:] != ids.shape and value.shape != (1, ids.shape[1]):
-                return None
+            if name in (IDS, EMBEDDINGS) or _is_of_all(value) or (name == MASK and _is_mask(value)):
+                continue
+            if not _is_by_token(value, ids):
+                return self._leave_out(note("not-by-token", detail=name), ids)
             parts.append(value.expand(*value.shape[:-2], *ids.shape).reshape(-1, *ids.shape))
             if name == POSITIONS:
                 end = sum(map(len, parts))
@@ -149,6 +153,22 @@ class PrefixSearch:
         known_by = torch.cat([part.to(torch.int64) for part in parts])
         copied, arrived = start_copy_to_host(known_by) if known_by.is_cuda else (known_by, None)
         return Keys(self, copied, arrived, ids.device, positions, says, why_not, RngAutocastState.now(ids.device))
+
+    def _tokens(self, given: dict[str, Any]) -> list[Tensor] | None:
+        """int64 [1, B, T] each: ids, or digests of embeddings and the ids that they are of; None without either."""
+        ids, embedded = given.get(IDS), given.get(EMBEDDINGS)
+        if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
+            return [ids[None]] if ids.numel() > 1 else None
+        if not isinstance(embedded, Tensor) or embedded.dim() != 3 or not embedded.is_floating_point():
+            return None
+        embeds = ids_of_embeddings(embedded.shape[:2])
+        if embeds is None and embedded.requires_grad:  # the sum of copies' gradients would be that of the first
+            return self._leave_out(note("embeddings-train"), embedded)
+        return [_digests(embedded)[None], *([] if embeds is None else [embeds[None]])]
+
+    def _leave_out(self, why: Note, rows: Tensor) -> None:
+        """A call is not looked at."""
+        self.unread = why if len(rows) > 1 else self.unread
 
     def looked(self, shares: bool) -> None:
         """A batch was looked at."""
@@ -169,7 +189,29 @@ class PrefixSearch:
         told = []
         if self.batches:
             told.append(note("prefixes-shared", count=self.batches, tokens=self.tokens, rows=self.rows))
+        told += [note("prefixes-unread", detail=self.unread)] if self.unread is not None else []
         return told + ([note("prefixes-kept", detail=self.refused)] if self.refused is not None else [])
+
+
+def _is_mask(value: Any) -> bool:
+    """Whether it says to layers which tokens see each other. (Masks of pairs are read for documents.)"""
+    kinds = value.values() if isinstance(value, dict) else ()
+    return isinstance(value, Tensor) or (bool(kinds) and all(each is None or each.dim() == 4 for each in kinds))
+
+
+def _is_by_token(value: Any, ids: Tensor) -> bool:
+    """Whether an argument says something of each token of [B, T], or of each column."""
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.device != ids.device:
+        return False
+    return value.shape[-2:] == ids.shape or value.shape == (1, ids.shape[1])
+
+
+def _digests(embedded: Tensor) -> Tensor:
+    """int64 [B, T]: a number for each embedding of [B, T, H], of all its bits."""
+    factors = torch.arange(1, 2 * embedded.shape[-1], 2, device=embedded.device) * _GOLDEN
+    factors = (factors ^ (factors >> 29)) * _GOLDEN | 1
+    bits = embedded.detach().contiguous().view(_BITS[embedded.element_size()])
+    return torch.stack([(row.to(torch.int64) * factors).sum(-1) for row in bits])  # eight bytes an element: row by row
 
 
 def _is_of_all(value: Any) -> bool:

@@ -1,0 +1,79 @@
+"""Rows that begin with the same image, or with the same embeddings, are branches of one prefix."""
+
+import pytest
+import torch
+
+from tests.support import zoo
+from tests.support.batches import branches
+from tests.support.compare import assert_close
+from tests.support.models import images
+from tests.support.models.pairs import pair
+from tests.support.notes import has
+from tests.support.reports import shared
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+PREFIX, LENGTH, ROWS = 44, 56, 3
+
+
+def with_images(same: bool, seed=0) -> dict:
+    """Rows of a common prefix that holds an image each."""
+    batch = branches(PREFIX, LENGTH, ROWS, seed, "none")
+    ids, generator = batch["input_ids"] % 200 + 3, torch.Generator().manual_seed(seed)
+    ids[:, 2:8] = torch.tensor([252, *[images.IMAGE] * 4, 253])
+    pixels = torch.randn(16, 96, generator=generator, dtype=torch.float64).repeat(ROWS, 1)
+    pixels[:16] += not same
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids > 200, -100),
+        "attention_mask": batch["attention_mask"],
+        "mm_token_type_ids": (ids == images.IMAGE).int(),
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * ROWS),
+    }
+
+
+def model(checkpointing=False):
+    made = images.adapted(images.qwen2_5_vl)[0].double()
+    if checkpointing:
+        made.enable_input_require_grads()
+        made.gradient_checkpointing_enable({"use_reentrant": False})
+    return made
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_image_counts_once(checkpointing):
+    ours, plain = pair(lambda: model(checkpointing))
+    for seed in range(3):
+        assert_close(zoo.step(ours, with_images(True, seed)), zoo.step(plain, with_images(True, seed)))
+    computed = PREFIX + ROWS * (LENGTH - PREFIX)
+    assert shared(ours) == (3, 3 * computed, 3 * ROWS * LENGTH)
+
+
+def test_other_pixels_are_another_prefix():
+    """Of three rows two have the same image."""
+    ours, plain = pair(model)
+    for seed in range(2):
+        assert_close(zoo.step(ours, with_images(False, seed)), zoo.step(plain, with_images(False, seed)))
+    assert shared(ours) == (2, 2 * (ROWS * LENGTH - PREFIX), 2 * ROWS * LENGTH)
+
+
+def test_lists_of_features_are_not_compared():
+    ours, plain = pair(lambda: images.adapted(images.qwen3_vl)[0].double())
+    assert_close(zoo.step(ours, with_images(True)), zoo.step(plain, with_images(True)))
+    assert not shared(ours)[0] and has(ours, "prefixes-unread")
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_embeddings_in_place_of_ids(trained):
+    """Their gradients are of each row: the sum of copies is nobody's."""
+    ours, plain = pair(lambda: zoo.make("llama").double())
+    found = []
+    for each in (ours, plain):
+        batch = branches(side="none")
+        embedded = each.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_(trained)
+        found.append((zoo.step(each, {**batch, "inputs_embeds": embedded}), embedded.grad))
+    assert_close(found[0][0], found[1][0])
+    assert bool(shared(ours)[0]) is not trained and has(ours, "prefixes-unread") is trained
+    if trained:
+        torch.testing.assert_close(found[0][1], found[1][1])
