@@ -43,7 +43,7 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
     "nf4": (TileRow(Tile(256, num_warps=2)),),
     "mxfp4": (TileRow(Tile(256, num_warps=2)),),
     # size: columns. A row a program, all of it in registers.
-    "fp8_quantize": (
+    "eight_bits_quantize": (
         TileRow(Tile(0, num_warps=4), upto=4096),
         TileRow(Tile(0, num_warps=8), upto=16384),
         TileRow(Tile(0, num_warps=16), upto=32768),
@@ -52,9 +52,14 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
     # size: rows. `block` of them a program.
     "fp8_adapter": (TileRow(Tile(64, num_warps=4)),),
     # size: weights. `rows` x `block` of them a program.
-    "fp8_dense": (TileRow(Tile(64, rows=64, num_warps=4)),),
-    "fp8_nf4": (TileRow(Tile(1024, rows=4, num_warps=4)),),
-    "fp8_nf4_transposed": (TileRow(Tile(64, rows=128, num_warps=4)),),
+    "eight_bits_dense": (TileRow(Tile(64, rows=64, num_warps=4)),),
+    "eight_bits_nf4": (TileRow(Tile(1024, rows=4, num_warps=4)),),
+    "eight_bits_nf4_transposed": (TileRow(Tile(64, rows=128, num_warps=4)),),
+    # size: columns of the product. `rows` x `block` of it a program, `step` of the inner dimension at a time.
+    "int8_product": (
+        TileRow(Tile(256, rows=128, num_warps=8, num_stages=4, step=128), shared=LARGE),
+        TileRow(Tile(256, rows=128, num_warps=8, num_stages=3, step=64)),
+    ),
     # size: vocabulary. 32 warps make one program fill an SM, so that the rows in flight (132 x 256 KB) stay in L2 and
     # the second pass over a row does not go to memory again.
     "cross_entropy": (

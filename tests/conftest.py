@@ -87,7 +87,7 @@ LONG = (
     "models/test_gpu_small_cards.py",
     "unpad/test_gpu_unpad.py::test_no_further",
     "models/test_gpu.py",
-    "models/test_gpu_fp8.py",
+    "models/test_gpu_eight_bits.py",
     "models/test_gpu_tiling.py::test_a_model",
     "models/test_gpu_attention.py",
     "memory/test_gpu_offload.py::test_compiled",

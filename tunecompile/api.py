@@ -61,11 +61,12 @@ def optimize(
             them as tensors of the GPU. A table that is trained or shared (for example with the head) is not moved, and
             the report says so.
         precision: None computes as the model does. "fp8" multiplies by the frozen weights under LoRA adapters in 8-bit
-            floating point (e4m3), if the GPU has compute capability 8.9, 9.0 or 10.0 and activations are bf16: the
-            matrix products take nearly half the time, and each result has an error of a few per cent. Adapters,
+            floating point (e4m3), if the GPU has compute capability 8.9, 9.0 or 10.0 and activations are bf16; "int8"
+            in 8-bit integers, on any GPU from 7.5 on and for fp16, too; "8bit" in FP8 where that runs, else in INT8.
+            These matrix products take nearly half the time, and each result has an error of a few per cent. Adapters,
             attention, norms, other linears, head and loss keep their precision. `tunecompile.report(model)` says what
-            could not run in FP8, and `tunecompile compare --systems eager,tunecompile,tunecompile-fp8` compares the
-            loss curves.
+            could not run in 8 bits, and `tunecompile compare --systems eager,tunecompile,tunecompile-fp8` (or
+            tunecompile-int8) compares the loss curves.
         verify: whether the first training step is checked as `tunecompile.verify` does, by three runs, before it is
             taken. A rewrite that makes gradients wrong is disabled for this model, with a warning, and the report has
             the result. The model itself has to compute the loss. Each of several ranks verifies its own batch, and
@@ -87,7 +88,7 @@ def optimize(
 
     Raises:
         NotAModule: `model` is not an `nn.Module`.
-        UnknownPrecision: `precision` is neither None nor "fp8".
+        UnknownPrecision: `precision` is neither None nor "fp8", "int8" or "8bit".
         UnknownBudget: `memory` or `host_memory` is none of the forms above.
         InvalidPackage: passes of an installed package cannot be used; the message says why, and how to disable them.
         UnknownEntryPoint: TUNECOMPILE_PASSES names an entry point that is not installed.

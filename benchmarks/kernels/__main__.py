@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installati
 
 from benchmarks._harness import main
 
-FAMILIES = ("rms_norm", "swiglu", "cross_entropy", "nf4", "lora", "lora_mlp", "fp8")
+FAMILIES = ("rms_norm", "swiglu", "cross_entropy", "nf4", "lora", "lora_mlp", "eight_bits")
 
 if __name__ == "__main__":
     families = {name: importlib.import_module(f"benchmarks.kernels.{name}").run for name in FAMILIES}

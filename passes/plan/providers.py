@@ -27,7 +27,7 @@ def run(graph: Graph, context: Context) -> None:
         context.providers[label] += 1
         context.reasons.setdefault(label, {})[_reason(op, provider, values)] = None
         context.reduced += provider.precision is not None
-        if provider.precision != context.precision:
+        if provider.precision is None and context.precision is not None:
             context.notes += [
                 note("not-in-precision", context.region, reason, op=op.name, precision=context.precision)
                 for reason in op.refusals(values, context.precision).values()

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, Pass
-from tunecompile.ir.op import OPS, Op
+from tunecompile.ir.op import OPS, Op, formats
 from tunecompile.notes import note
 
 __all__ = ["PASS"]
@@ -36,7 +36,7 @@ def run(graph: Graph, context: Context) -> None:
             first.replace_all_uses_with(made)
             graph.erase_node(first)
             graph.erase_node(node)
-            if context.precision in _precisions(op) - _precisions(op.tiled):
+            if (_precisions(op) - _precisions(op.tiled)) & {*formats(context.precision)}:
                 context.notes.append(
                     note("not-in-precision", context.region, note("tiled"), op=op.name, precision=context.precision)
                 )

@@ -11,7 +11,10 @@ import pytest
 from benchmarks import report
 
 KERNELS = Path(report.__file__).parent / "kernels"
-WRONG_IN_THE_INTERPRETER = ("lora_mlp", "fp8")  # products in bf16, rounding to e4m3 (see tests/templates/conftest.py)
+WRONG_IN_THE_INTERPRETER = (
+    "lora_mlp",
+    "eight_bits",
+)  # products in bf16, rounding to e4m3 (see tests/templates/conftest.py)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,15 @@ def test_templates_and_references_run_in_every_case(result):
     assert len(cases) >= 20 and all(
         {"template", "Inductor"} <= {row["system"] for row in own if row["shown"] == case} for case in cases
     )
-    assert {row["family"] for row in own} == {"rms_norm", "swiglu", "cross_entropy", "nf4", "lora", "lora_mlp", "fp8"}
+    assert {row["family"] for row in own} == {
+        "rms_norm",
+        "swiglu",
+        "cross_entropy",
+        "nf4",
+        "lora",
+        "lora_mlp",
+        "eight_bits",
+    }
 
 
 @pytest.mark.slow

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from tests.support.ops.arguments import dense_mlp
+from tests.support.ops.arguments import dense_mlp, lora_arguments
 from tunecompile._torch import card
 from tunecompile.ir.op import HALF, OPS
 from tunecompile.ir.pretend_gpu import as_on_gpu
-from tunecompile.ops import fp8, lora_mlp
+from tunecompile.ops import lora_linear, lora_mlp
+from tunecompile.ops.eight_bits import FP8, ROW_SCALES_ON_ADA
 from tunecompile.passes.plan import probe
 from tunecompile.passes.plan.probe_arguments import ARGUMENTS, arguments_of
 
@@ -33,7 +34,7 @@ FROM_AMPERE = (
 )
 #: those whose states need the range of bfloat16
 IN_BFLOAT16 = ("gated_delta_rule", "channel_delta_rule", "ssd_scan")
-KERNELS = ("fp8_quantize", *(name for name in _tiles.TABLE if not name.startswith("fp8")))
+KERNELS = tuple(name for name in _tiles.TABLE if name not in ("fp8_adapter", "int8_product"))
 PIPELINED = ("experts", "experts_narrow")  #: load tiles of both operands ahead
 
 
@@ -70,10 +71,22 @@ def test_fp8_by_row(on):
     """Scales by row are for Hopper and the data centre's Blackwell, and for Ada where torch's product is right."""
     arguments = dense_mlp(torch.bfloat16)
     with as_on_gpu(on):
-        refused = fp8.refuse(arguments[0], [128, 64])
+        refused = FP8.refuse(arguments[0], [128, 64])
         found = lora_mlp.choose(arguments, "fp8").name
-    right = on == "h100" or (on == "rtx4090" and not fp8.ROW_SCALES_ON_ADA.present)
+    right = on == "h100" or (on == "rtx4090" and not ROW_SCALES_ON_ADA.present)
     assert (refused is None) == right and ("fp8" in found) == right, (refused, found)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("on", [*SMALL, "a100-40", "h100"])
+def test_8_bits_are_what_the_card_has(on, dtype):
+    """FP8 where a card multiplies in it, else integers, which a T4 has in fp16."""
+    arguments = lora_arguments(torch.randn(40, 64).to(dtype), (48, 16), (4, 8), base=dtype)
+    with as_on_gpu(on):
+        found = {asked: lora_linear.choose(arguments, asked).name for asked in ("fp8", "int8", "8bit")}
+    runs = dtype == torch.float16 or on != "t4"
+    assert (found["int8"] == "int8") == runs, found
+    assert found["8bit"] == ("fp8" if found["fp8"] == "fp8" else "int8" if runs else found["int8"])
 
 
 def row_of(kernel, like, size):

@@ -15,7 +15,7 @@ def poisoned_memory(monkeypatch):
     empty, empty_like = torch.empty, torch.empty_like
 
     def poison(t):
-        return t.fill_(float("nan") if t.is_floating_point() else 255)
+        return t.fill_(float("nan") if t.is_floating_point() else min(255, torch.iinfo(t.dtype).max))
 
     monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))

@@ -23,6 +23,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.bool: "*i1",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
@@ -64,9 +65,19 @@ def half(args, cc):
 
 def refused_on(architecture, cc):
     """Kernels whose ops are torch's there: no e4m3, older than Ampere, registers that would spill."""
-    products = ("experts", "adapters", "delta", "channel", "attention", "lora_mlp", "few_rows", "one_query")
+    products = (
+        "experts",
+        "adapters",
+        "delta",
+        "channel",
+        "attention",
+        "lora_mlp",
+        "few_rows",
+        "one_query",
+        "int8_product",
+    )
     spills = ("channel", "few_rows") * architecture.startswith("gfx")  # these have NVIDIA's instructions
-    spills += ("one_query",) * (architecture == "gfx1100")
+    spills += ("one_query", "int8_product") * (architecture == "gfx1100")
     faulty = ("delta_operands",) * (architecture == "100" and known_bugs.DELTA_RULE_ON_SM_100.present)
     return ("fp8",) * (cc < 89) + products * (cc < 80) + products[1:5] * (architecture == "gfx1100") + spills + faulty
 

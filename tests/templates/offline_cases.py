@@ -18,8 +18,9 @@ def cases(many=1, batch=1, device="cpu"):
     from tunecompile.templates import (
         adapters,
         cross_entropy,
+        eight_bits,
         experts,
-        fp8,
+        int8_product,
         layer_norm,
         lora,
         lora_mlp,
@@ -77,15 +78,19 @@ def cases(many=1, batch=1, device="cpu"):
 
         return call, packed(weight, 4096) + list(extra)
 
-    def to_fp8(transposed):
+    whole, scale = dict(dtype=torch.int8), dict(dtype=torch.float32)
+    factors = [e(rows, 4096, **whole), e(rows, 1, **scale), e(weight, 4096, **whole), e(weight, **scale)]
+
+    def to_8_bits(transposed, dtype=torch.float8_e4m3fn, by_column=False):
         def call(out, scales, p, a, code, scale, offset):
-            return fp8.write_nf4(
+            return eight_bits.write_nf4(
                 p,
                 a,
                 (weight, 4096),
                 scales,
                 out,
                 transposed=transposed,
+                by_column=by_column,
                 absmax_code=code,
                 absmax_scale=scale,
                 absmax_offset=offset,
@@ -93,8 +98,8 @@ def cases(many=1, batch=1, device="cpu"):
 
         height, width = (4096, weight + 48) if transposed else (weight, 4144)
         return call, [
-            e(height, width, dtype=torch.float8_e4m3fn),
-            e(1, height, dtype=torch.float32),
+            e(height, width, dtype=dtype),
+            e(1, weight if by_column else height, dtype=torch.float32),
             *packed(weight, 4096),
         ]
 
@@ -175,24 +180,38 @@ def cases(many=1, batch=1, device="cpu"):
             [e(weight, 2048, dtype=torch.uint8), e(weight, 128, dtype=torch.uint8)],
         ),
         "fp8_quantize": (
-            lambda x, extra: fp8.quantize_rows(x, extra, 4096 + 48),
+            lambda x, extra: eight_bits.quantize_rows(x, extra, 4096 + 48),
             [x, e(rows, 16, dtype=torch.float32)],
         ),
-        "fp8_quantize_wide": (lambda x: fp8.quantize_rows(x, None, 28672), [e(8 * many, 28672)]),
+        "fp8_quantize_wide": (lambda x: eight_bits.quantize_rows(x, None, 28672), [e(8 * many, 28672)]),
         "fp8_adapter": (
-            lambda m, b: fp8.begin_weight(m, b, 4 * weight, 4096, 4096 + 64),
+            lambda m, b: eight_bits.begin_weight(m, b, 4 * weight, 4096, 4096 + 64),
             [e(dtype=torch.float32), e(4 * weight, 16, dtype=torch.float32)],
         ),
         "fp8_dense": (
-            lambda w, s, out: fp8.write_dense(w, s, out),
+            lambda w, s, out: eight_bits.write_dense(w, s, out),
             [e(weight, 4096), e(1, weight, dtype=torch.float32), e(weight, 4144, dtype=torch.float8_e4m3fn)],
         ),
         "fp8_dense_transposed": (
-            lambda w, s, out: fp8.write_dense(w.t(), s, out),
+            lambda w, s, out: eight_bits.write_dense(w.t(), s, out),
             [e(weight, 4096), e(1, 4096, dtype=torch.float32), e(4096, weight + 16, dtype=torch.float8_e4m3fn)],
         ),
-        "fp8_nf4": to_fp8(transposed=False),
-        "fp8_nf4_transposed": to_fp8(transposed=True),
+        "fp8_nf4": to_8_bits(transposed=False),
+        "fp8_nf4_transposed": to_8_bits(transposed=True),
+        "int8_quantize": (
+            lambda x, f: eight_bits.quantize_rows(x, None, 4096, torch.int8, f),
+            [x, e(4096, dtype=torch.float32)],
+        ),
+        "int8_nf4": to_8_bits(False, torch.int8),
+        "int8_nf4_transposed": to_8_bits(True, torch.int8, by_column=True),
+        "int8_product": (
+            lambda a, of_a, b, of_b, xa, adapter: int8_product.product(a, of_a, b, of_b, xa, adapter, torch.bfloat16),
+            [*factors, e(rows, 48, dtype=torch.float32), e(weight, 48, dtype=torch.float32)],
+        ),
+        "int8_product_plain": (
+            lambda a, of_a, b: int8_product.product(a, of_a, b, None, None, None, torch.float16),
+            factors[:3],
+        ),
         "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8 * many, 128256), labels]),
         "cross_entropy_all": (
             lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),

@@ -140,12 +140,13 @@ def test_what_nobody_reads_is_not_computed(arguments):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", ("fp8", "int8"))
 @pytest.mark.parametrize("activation", REFERENCE)
-def test_provider_in_fp8(gpu_only, error, arguments, activation):
+def test_provider_in_8_bits(gpu_only, error, arguments, activation, precision):
     """e4m3 has 4 significant bits: a rounding moves a value by 3 % at most, and a sum of many by less."""
-    if torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
+    if precision == "fp8" and torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
         pytest.skip("no FP8 products scaled by row on this GPU")
-    for mine, theirs, best in provided("joined_fp8", arguments(activation, torch.bfloat16)):
+    for mine, theirs, best in provided(f"joined_{precision}", arguments(activation, torch.bfloat16)):
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and error(mine, best) < 0.15, error(mine, best)
 
 

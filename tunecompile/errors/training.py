@@ -49,7 +49,10 @@ class UnknownAttention(TunecompileError, ValueError):
 class UnknownPrecision(TunecompileError, ValueError):
     """Raised by `optimize(precision=...)`."""
 
-    template = "precision is {given!r}: give None, to compute as the model does, or 'fp8'."
+    template = (
+        "precision is {given!r}: give None, to compute as the model does, 'fp8', 'int8', or '8bit' for what the GPU "
+        "has of the two."
+    )
 
 
 class UnknownBudget(TunecompileError, ValueError):

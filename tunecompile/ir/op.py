@@ -99,7 +99,9 @@ class Provider:
     name: str  #: shown in the report
     run: Callable  #: takes the op's arguments by position; it is traced into the graph
     refuses: Callable[..., str | None]  #: takes the op's arguments by position, with fake tensors; a reason, or None
-    precision: str | None = None  #: "fp8": less exact than the op's meaning, and used only where the user allows it
+    precision: str | None = (
+        None  #: "fp8" or "int8": less exact than the op's meaning, and only where the user allows it
+    )
     because: str = ""  #: the gain over the reference, with measured figures if there are any; shown in the report
 
     def supports(self, *args: Any) -> bool:
@@ -162,7 +164,7 @@ class Op:
                 arguments of the names that it declares, or all by position where it declares `*args`.
             refuses: in place of `supports`, returns the reason why the provider cannot run a call, which the report
                 shows, or None where it can. Give one of the two.
-            precision: "fp8" for a provider that is less exact than the op's meaning; otherwise None.
+            precision: "fp8" or "int8" for a provider that is less exact than the op's meaning; otherwise None.
             because: the gain over the reference, for the report.
 
         Returns:
@@ -209,7 +211,7 @@ class Op:
             args: the op's arguments: fake tensors and constants.
             precision: the reduced precision that the user allows; providers of it come first. None allows none.
         """
-        for wanted in dict.fromkeys((precision, None)):
+        for wanted in (*formats(precision), None):
             for provider in self.providers:
                 if provider.precision == wanted and provider.supports(*args):
                     return provider
@@ -222,7 +224,7 @@ class Op:
             args: the op's arguments: fake tensors and constants.
             precision: only providers of this precision are considered; None for those without one.
         """
-        candidates = [provider for provider in self.providers if provider.precision == precision]
+        candidates = [p for p in self.providers if p.precision in (formats(precision) or (None,))]
         return {provider.name: reason for provider in candidates if (reason := provider.refuses(*args)) is not None}
 
     def fallback(self) -> Provider:
@@ -351,6 +353,11 @@ def returns_view(target: Any) -> bool:
 def has_triton() -> bool:
     """Return whether Triton is installed. Call it only for tensors on a GPU: CPU code never imports Triton."""
     return importlib.util.find_spec("triton") is not None
+
+
+def formats(precision: str | None) -> tuple[str, ...]:
+    """Return the providers' precisions that a user's choice allows, the preferred one first."""
+    return ("fp8", "int8") if precision == "8bit" else () if precision is None else (precision,)
 
 
 HALF = (torch.float16, torch.bfloat16)  #: the dtypes that templates support

@@ -41,15 +41,17 @@ REASONS = {
     "bitsandbytes-not-loaded": NoteKind("bitsandbytes is not loaded"),
     "fp8-gives-bfloat16": NoteKind(
         "it computes in {detail}, and FP8 products give bfloat16",
-        "Train in bfloat16: load the model in it, or use autocast.",
+        "Train in bfloat16: load the model in it, or use autocast; or take precision='int8'.",
     ),
-    "fp8-weight-shape": NoteKind(
-        "the weight is {rows}x{columns}, and FP8 products need multiples of 16 up to {limit}",
+    "eight-bits-shape": NoteKind(
+        "the weight is {rows}x{columns}, and products in 8 bits need multiples of 16 up to {limit}",
     ),
     "fp8-gpu": NoteKind(
         "torch scales FP8 products by row on compute capability 8.9, 9.0 and 10.0; this GPU has {detail}",
+        "Take precision='int8', or '8bit' for what the GPU has.",
     ),
-    "fp8-packed-weight": NoteKind("the packed weight is not contiguous, or begins at an odd byte"),
+    "int8-gpu": NoteKind("INT8 products need compute capability 7.5 (Turing) or newer"),
+    "eight-bits-packed-weight": NoteKind("the packed weight is not contiguous, or begins at an odd byte"),
     "backward-not-joined": NoteKind("its backward cannot be joined"),
     "tiled": NoteKind("it is tiled", "Give more memory: the plan tiles an MLP only where nothing else fits."),
 }

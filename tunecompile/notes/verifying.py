@@ -15,9 +15,9 @@ NOTES = {
         "tunecompile.restore(model) removes both",
         "Train without tunecompile, and report it.",
     ),
-    "precision-not-judged": NoteKind(
-        "in {subject} gradients are off by some per cent: nothing is switched off for it",
-        "Verify without precision= to judge the rewrites.",
+    "judged-in-8-bits": NoteKind(
+        "{subject} rounds on purpose: eager's frozen products are rounded, too, to three times its error",
+        "Verify without precision= to judge the rewrites more closely.",
     ),
     "zeros-replaced": NoteKind("{count} trained matrices are zero: they were small and random for this step"),
     "dropout-off": NoteKind("dropout was off, in {count} places"),

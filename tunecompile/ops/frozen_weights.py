@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.fake_tensors import size_hint
-from tunecompile.ops import fp8
 from tunecompile.ops.adapters.layout import below, extended_weight, padded, written_weight
-from tunecompile.ops.nf4 import dequantize_4bit
+from tunecompile.ops.nf4 import block_scales, dequantize_4bit
 
 __all__ = ["FrozenWeights", "PackedWeights"]
 
@@ -79,34 +78,25 @@ class PackedWeights:
         """Return [W; below], [sum(rows) + rows of `below`, columns]."""
         return self._write(self._room(self.columns, below), None, below)
 
-    def in_fp8(self) -> fp8.Operand:
-        """Return the operand of FP8 products: codes are converted directly to e4m3."""
-        if not self.packed[0].is_cuda:
-            return fp8.dense_operand(self.reference())
-        from tunecompile.templates import fp8 as templates
+    def write(self, out: Tensor, scales: Tensor, transposed: bool, by_column: bool) -> None:
+        """As `FrozenWeights.write`: codes are converted directly to 8 bits."""
+        from tunecompile.templates import eight_bits
 
-        def make(adapter: Tensor | None, transposed: bool) -> tuple[Tensor, Tensor]:
-            height = sum(self.rows)
-            shape = (self.columns, height) if transposed else (height, self.columns)
-            width = fp8.width_of(shape[1], adapter)
-            out, scales = templates.begin_weight(self._largest(), adapter, *shape, width)
-            for i, n in enumerate(self.rows):
-                start = sum(self.rows[:i])
-                templates.write_nf4(
-                    self.packed[i],
-                    self.absmax[i],
-                    (n, self.columns),
-                    scales,
-                    out,
-                    *((0, start) if transposed else (start, 0)),
-                    transposed=transposed,
-                    blocksize=self.blocksize,
-                    quant_type=self.quant_type,
-                    **self._nested(i),
-                )
-            return out, scales
-
-        return make
+        for i, n in enumerate(self.rows):
+            start = sum(self.rows[:i])
+            eight_bits.write_nf4(
+                self.packed[i],
+                self.absmax[i],
+                (n, self.columns),
+                scales,
+                out,
+                *((0, start) if transposed else (start, 0)),
+                transposed=transposed,
+                by_column=by_column,
+                blocksize=self.blocksize,
+                quant_type=self.quant_type,
+                **self._nested(i),
+            )
 
     def _nested(self, i: int) -> dict[str, Tensor]:
         if not self.code:
@@ -133,8 +123,8 @@ class PackedWeights:
             lora.append_rows(below, out, sum(self.rows))
         return out
 
-    def _largest(self) -> Tensor:
-        """An upper bound of all weights: levels are at most 1, so a weight is at most the scale of its block.
+    def bound(self) -> Tensor:
+        """Return an upper bound of all weights: levels are at most 1, so a weight is at most the scale of its block.
 
         Double-quantised scales are bounded without decoding them, which reads a 256th of the bytes.
         """
@@ -144,6 +134,13 @@ class PackedWeights:
             torch.cat(list(self.code)).abs().amax() * torch.cat(list(self.scale)).abs().amax()
             + torch.stack([o.reshape(()) for o in self.offset]).abs().amax()
         )
+
+    def row_bounds(self) -> Tensor:
+        """Return upper bounds of the weights' rows, fp32 [sum(rows)]: one for all where rows are no whole blocks."""
+        if self.columns % self.blocksize:
+            return self.bound().expand(sum(self.rows))
+        tables = ((*arguments[1:5], arguments[5]) for arguments in self._arguments())
+        return torch.cat([block_scales(*table).reshape(n, -1).abs().amax(1) for *table, n in tables])
 
 
 @dataclass(frozen=True)
@@ -223,6 +220,37 @@ class FrozenWeights:
         parts = [*self.matrices] if adapters is None else [*self.matrices, adapters]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def in_fp8(self) -> fp8.Operand:
-        """Return the operand of FP8 products, for both directions."""
-        return fp8.dense_operand(self.matrices) if self.packed is None else self.packed.in_fp8()
+    @property
+    def is_cuda(self) -> bool:
+        """Whether they are on a GPU."""
+        return (self.packed.packed if self.packed is not None else self.matrices)[0].is_cuda
+
+    def bound(self) -> Tensor:
+        """Return an upper bound of all weights: fp32, one element."""
+        if self.packed is not None:
+            return self.packed.bound()
+        return torch.stack([w.abs().amax() for w in self.members()]).amax().float()
+
+    def row_bounds(self) -> Tensor:
+        """Return upper bounds of the weights' rows, fp32 [height]: on the CPU, the largest weight of each."""
+        if self.packed is not None and self.is_cuda:
+            return self.packed.row_bounds()
+        return torch.cat([w.abs().amax(1) for w in self.members()]).float()
+
+    def write(self, out: Tensor, scales: Tensor, transposed: bool, by_column: bool = False) -> None:
+        """Write the weights below each other, divided by scales, into an operand of a product in 8 bits.
+
+        Args:
+            out: e4m3 or int8, [height, width], or transposed [columns, width]; on a GPU.
+            scales: fp32, one for each row of `out`; or `by_column`, one for each column that is written.
+            transposed: whether the transposed weights are written, beside each other.
+            by_column: whether scales are of columns.
+        """
+        if self.packed is not None:
+            return self.packed.write(out, scales, transposed, by_column)
+        from tunecompile.templates import eight_bits
+
+        for i, w in enumerate(self.members()):
+            start = sum(self.rows[:i])
+            place = (0, start) if transposed else (start, 0)
+            eight_bits.write_dense(w.t() if transposed else w, scales, out, *place, by_column=by_column)

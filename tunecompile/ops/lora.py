@@ -8,9 +8,9 @@ from torch import Tensor
 from tunecompile.ir.op import Cost, has_triton, op, refuse_gpu
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
-from tunecompile.ops import fp8
 from tunecompile.ops.adapters.layout import on_diagonal, padded
 from tunecompile.ops.adapters.products import outer, project, rounded_product
+from tunecompile.ops.eight_bits import FORMATS, EightBits
 from tunecompile.ops.frozen_weights import FrozenWeights
 
 __all__ = ["lora_linear", "lora_linear_backward"]
@@ -125,25 +125,25 @@ def finish(y: Tensor, x: Tensor, biases: Sequence[Tensor]) -> Tensor:
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-@lora_linear.provider(
-    "fp8",
-    precision="fp8",
-    because=fp8.BECAUSE,
-    refuses=lambda x, weights: fp8.refuse(x, [w.shape[0] for w in weights]),
-)
-def _(x, inputs, weights, biases, a, b, scales, dtype):
-    return forward_in_fp8(x, inputs, fp8.dense_operand(weights), biases, a, b, scales, dtype)
-
-
-def forward_in_fp8(x, inputs, weight: fp8.Operand, biases, a, b, scales, dtype) -> tuple[Tensor, Tensor]:
-    """As the provider "k_extension", with x and the weights in e4m3; XA and B keep their precision."""
-    if inputs:
-        xa = down(x, inputs, a, dtype)
-        rows, row_scales = fp8.quantize(_tokens(x), xa)
-    else:
-        xa, rows, row_scales = fp8.project(_tokens(x), torch.cat([m.to(dtype) for m in a]), dtype)
-    y = fp8.product(rows, row_scales, *weight(on_diagonal(b, scales, dtype), False), fp8.FAST_FORWARD)
+def forward_in(
+    eight: EightBits, x: Tensor, inputs, weight: FrozenWeights, biases, a, b, scales, dtype
+) -> tuple[Tensor, Tensor]:
+    """As the provider "k_extension", with x and the weights in 8 bits; XA and B keep their precision."""
+    xa = down(x, inputs, a, dtype)
+    y = eight.product(_tokens(x), xa, weight, on_diagonal(b, scales, dtype), False)
     return finish(y, x, biases), xa
+
+
+def _forward_in(eight: EightBits) -> None:
+    @lora_linear.provider(
+        eight.name,
+        precision=eight.name,
+        because=eight.because,
+        refuses=lambda x, weights: eight.refuse(x, [w.shape[0] for w in weights]),
+    )
+    def _(x, inputs, weights, biases, a, b, scales, dtype):
+        frozen = FrozenWeights.dense(weights, _rows(b), x.shape[-1])
+        return forward_in(eight, x, inputs, frozen, biases, a, b, scales, dtype)
 
 
 def beside(x: Tensor, columns: int, make: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -231,15 +231,22 @@ def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
     return adapter_gradients(grad, x, inputs, base, rows, biases, a, b, scales, dtype, out1)
 
 
-@lora_linear_backward.provider(
-    "fp8",
-    precision="fp8",
-    because=fp8.BECAUSE,
-    refuses=lambda x, weights: fp8.refuse(x, [w.shape[0] for w in weights]),
-)
-def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
-    base = base_gradient_in_fp8(fp8.dense_operand(weights), a, dtype)
-    return adapter_gradients(grad, x, inputs, base, [w.shape[0] for w in weights], biases, a, b, scales, dtype, out1)
+def _backward_in(eight: EightBits) -> None:
+    @lora_linear_backward.provider(
+        eight.name,
+        precision=eight.name,
+        because=eight.because,
+        refuses=lambda x, weights: eight.refuse(x, [w.shape[0] for w in weights]),
+    )
+    def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
+        rows = _rows(b)
+        base = base_gradient_in(eight, FrozenWeights.dense(weights, rows, x.shape[-1]), a, dtype)
+        return adapter_gradients(grad, x, inputs, base, rows, biases, a, b, scales, dtype, out1)
+
+
+for each in FORMATS:
+    _forward_in(each)
+    _backward_in(each)
 
 
 #: (dY, every sibling's scale * B on a diagonal: [N, R], whether adapters read x) -> (dX, dY B, dY), as rows of tokens
@@ -272,17 +279,15 @@ def base_gradient(weight: Tensor, a: Sequence[Tensor], dtype: torch.dtype) -> Ba
     return gradient
 
 
-def base_gradient_in_fp8(weight: fp8.Operand, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
-    """Return a `BaseGradient` with dY and the transposed weights in e4m3; dY B and A keep their precision."""
+def base_gradient_in(eight: EightBits, weight: FrozenWeights, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
+    """Return a `BaseGradient` with dY and the transposed weights in 8 bits; dY B and A keep their precision."""
 
     def gradient(grad: Tensor, adapters: Tensor, read_x: bool) -> tuple[Tensor, Tensor, Tensor]:
         g = _tokens(grad)
+        gb = project(g, adapters, dtype)
         if not read_x:
-            dx = fp8.product(*fp8.quantize(g, None), *weight(None, True), fp8.FAST_BACKWARD)
-            return dx, project(g, adapters, dtype), g
-        gb, rows, row_scales = fp8.project(g, adapters.t(), dtype)
-        below = torch.cat([m.to(dtype) for m in a]).t()
-        return fp8.product(rows, row_scales, *weight(below, True), fp8.FAST_BACKWARD), gb, g
+            return eight.product(g, None, weight, None, True), gb, g
+        return eight.product(g, gb, weight, torch.cat([m.to(dtype) for m in a]).t(), True), gb, g
 
     return gradient
 

@@ -7,6 +7,7 @@ units: Shazeer, 2020, arXiv:2002.05202; adapters: Hu et al., 2021, arXiv:2106.09
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from tunecompile._torch.card import AMPERE, older_than
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
-from tunecompile.ops import fp8, lora, lora_nf4
+from tunecompile.ops import lora, lora_nf4
 from tunecompile.ops.adapters.layout import on_diagonal, padded
+from tunecompile.ops.eight_bits import FORMATS, EightBits
 from tunecompile.ops.frozen_weights import FrozenWeights, PackedWeights
 from tunecompile.ops.packed import few_rows
 from tunecompile.ops.swiglu import gated_activation, gated_activation_backward
@@ -184,31 +186,33 @@ def _(*, x, a, b, scales, rows, activation, used, **frozen):
     return y, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, xa_down
 
 
-def _refuse_fp8(x, weights, packed, a, b, rows, activation) -> Note | None:
+def _refuse_in(eight: EightBits, x, weights, packed, a, b, rows, activation) -> Note | None:
     if _refuse(x, weights, packed, a, b, activation):
         return note("backward-not-joined")
-    return lora_nf4.refuse_fp8(x, packed, rows[WIDE]) or lora_nf4.refuse_fp8(x, packed, rows[DOWN])
+    found = (lora_nf4.refuse_in(eight, x, packed, rows[of]) for of in (WIDE, DOWN))
+    return next((reason for reason in found if reason), None)
 
 
-@lora_mlp.provider("joined_fp8", precision="fp8", because=fp8.BECAUSE, refuses=_refuse_fp8)
-def _(*, x, a, b, scales, rows, activation, used, **frozen):
-    """As "joined", the frozen products in e4m3."""
-    from tunecompile.templates import swiglu
+def _forward_in(eight: EightBits) -> None:
+    @lora_mlp.provider(
+        f"joined_{eight.name}", precision=eight.name, because=eight.because, refuses=partial(_refuse_in, eight)
+    )
+    def _(*, x, a, b, scales, rows, activation, used, **frozen):
+        """As "joined", the frozen products in 8 bits."""
+        from tunecompile.templates import swiglu
 
-    (wide, down), inner, lead = frozen_weights(x, rows=rows, **frozen), inner_width(rows), x.shape[:-1]
-    below = torch.cat([m.to(x.dtype) for m in a[WIDE]])
-    xa, tokens, token_scales = fp8.project(x.reshape(-1, x.shape[-1]), below, x.dtype)
-    adapters = on_diagonal(b[WIDE], scales[WIDE], x.dtype)
-    gate_up = fp8.product(tokens, token_scales, *wide.in_fp8()(adapters, False), fp8.FAST_FORWARD)
-    if not (used[0] or used[3]):
-        return None, gate_up.reshape(*lead, 2 * inner), xa, None
-    act = swiglu.forward(*gate_up.split(inner, 1), activation)
-    xa_down, y = act @ a[-1].to(x.dtype).t(), None
-    if used[0]:
-        adapter = on_diagonal(b[DOWN], scales[DOWN], x.dtype)
-        y = fp8.product(*fp8.quantize(act, xa_down), *down.in_fp8()(adapter, False), fp8.FAST_FORWARD)
-        y = y.reshape(*lead, rows[-1])
-    return y, gate_up.reshape(*lead, 2 * inner), xa, xa_down
+        (wide, down), inner, lead = frozen_weights(x, rows=rows, **frozen), inner_width(rows), x.shape[:-1]
+        tokens = x.reshape(-1, x.shape[-1])
+        xa = tokens @ torch.cat([m.to(x.dtype) for m in a[WIDE]]).t()
+        gate_up = eight.product(tokens, xa, wide, on_diagonal(b[WIDE], scales[WIDE], x.dtype), False)
+        if not (used[0] or used[3]):
+            return None, gate_up.reshape(*lead, 2 * inner), xa, None
+        act = swiglu.forward(*gate_up.split(inner, 1), activation)
+        xa_down, y = act @ a[-1].to(x.dtype).t(), None
+        if used[0]:
+            y = eight.product(act, xa_down, down, on_diagonal(b[DOWN], scales[DOWN], x.dtype), False)
+            y = y.reshape(*lead, rows[-1])
+        return y, gate_up.reshape(*lead, 2 * inner), xa, xa_down
 
 
 @lora_mlp.backward(
@@ -284,26 +288,31 @@ def _(*, grad, x, a, b, scales, rows, activation, out1, out2, out3, dying=(), **
     return _joined(x, a, b, scales, activation, saved, through_down, through_wide, both, width)
 
 
-@lora_mlp_backward.provider("joined_fp8", precision="fp8", because=fp8.BECAUSE, refuses=_refuse_fp8)
-def _(*, grad, x, a, b, scales, rows, activation, out1, out2, out3, **frozen):
-    wide, down = frozen_weights(x, rows=rows, **frozen)
+def _backward_in(eight: EightBits) -> None:
+    @lora_mlp_backward.provider(
+        f"joined_{eight.name}", precision=eight.name, because=eight.because, refuses=partial(_refuse_in, eight)
+    )
+    def _(*, grad, x, a, b, scales, rows, activation, out1, out2, out3, **frozen):
+        wide, down = frozen_weights(x, rows=rows, **frozen)
 
-    def product(weights, g, adapter, a):
-        gb, tokens, token_scales = fp8.project(g, adapter.t(), x.dtype)
-        below = torch.cat([m.to(x.dtype) for m in a]).t()
-        weight, weight_scales = weights.in_fp8()(below, True)
-        return fp8.product(tokens, token_scales, weight, weight_scales, fp8.FAST_BACKWARD), gb
+        def product(weights, g, adapter, a):
+            gb = g @ adapter
+            return eight.product(g, gb, weights, torch.cat([m.to(x.dtype) for m in a]).t(), True), gb
 
-    def through_down(adapter):
-        g = grad.reshape(-1, grad.shape[-1])
-        d_act, gb = product(down, g, adapter, a[DOWN])
-        return d_act, gb, g
+        def through_down(adapter):
+            g = grad.reshape(-1, grad.shape[-1])
+            return *product(down, g, adapter, a[DOWN]), g
 
-    def through_wide(both, adapter):
-        return product(wide, both, adapter, a[WIDE])
+        def through_wide(both, adapter):
+            return product(wide, both, adapter, a[WIDE])
 
-    saved = (out1.reshape(-1, sum(rows[WIDE])), out2, out3)
-    return _joined(x, a, b, scales, activation, saved, through_down, through_wide, None, sum(rows[WIDE]))
+        saved = (out1.reshape(-1, sum(rows[WIDE])), out2, out3)
+        return _joined(x, a, b, scales, activation, saved, through_down, through_wide, None, sum(rows[WIDE]))
+
+
+for each in FORMATS:
+    _forward_in(each)
+    _backward_in(each)
 
 
 def with_room(gate_up: Tensor, width: int) -> Tensor:

@@ -4,22 +4,23 @@
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
-from tunecompile.ops import fp8
+from tunecompile.ops.eight_bits import FORMATS, EightBits
 from tunecompile.ops.frozen_weights import FrozenWeights, PackedWeights
 from tunecompile.ops.lora import (
     adapter_gradients,
     backward_shapes,
     base_gradient,
-    base_gradient_in_fp8,
+    base_gradient_in,
     extends,
     finish,
-    forward_in_fp8,
+    forward_in,
     lora_linear,
     lora_linear_backward,
     shapes,
@@ -127,16 +128,20 @@ def _(*, x, inputs, biases, a, b, scales, dtype, **packed):
     return lora_linear.choose(args).run(*args)
 
 
-def refuse_fp8(x: Tensor, packed: Sequence[Tensor], rows: Sequence[int]) -> Note | None:
-    """Return why FP8 products cannot read these packed weights, or None: `tunecompile.ops.fp8.refuse` says more."""
+def refuse_in(eight: EightBits, x: Tensor, packed: Sequence[Tensor], rows: Sequence[int]) -> Note | None:
+    """Return why products in 8 bits cannot read these packed weights, or None: `EightBits.refuse` says more."""
     if not all(p.is_contiguous() and p.storage_offset() % 4 == 0 for p in packed):
-        return note("fp8-packed-weight")
-    return fp8.refuse(x, rows)
+        return note("eight-bits-packed-weight")
+    return eight.refuse(x, rows)
 
 
-@lora_linear_nf4.provider("fp8", precision="fp8", because=fp8.BECAUSE, refuses=refuse_fp8)
-def _(*, x, inputs, biases, a, b, scales, dtype, **packed):
-    return forward_in_fp8(x, inputs, _packed(x, **packed).in_fp8(), biases, a, b, scales, dtype)
+def _forward_in(eight: EightBits) -> None:
+    @lora_linear_nf4.provider(
+        eight.name, precision=eight.name, because=eight.because, refuses=partial(refuse_in, eight)
+    )
+    def _(*, x, inputs, biases, a, b, scales, dtype, **packed):
+        frozen = FrozenWeights.of_packed(_packed(x, **packed))
+        return forward_in(eight, x, inputs, frozen, biases, a, b, scales, dtype)
 
 
 def backward_flops(grad, x, inputs, packed, *_) -> int:
@@ -193,10 +198,18 @@ def _(*, grad, x, inputs, biases, a, b, scales, dtype, out1, rows, **packed):
     return adapter_gradients(grad, x, inputs, base, rows, biases, a, b, scales, dtype, out1)
 
 
-@lora_linear_nf4_backward.provider("fp8", precision="fp8", because=fp8.BECAUSE, refuses=refuse_fp8)
-def _(*, grad, x, inputs, biases, a, b, scales, dtype, out1, rows, **packed):
-    base = base_gradient_in_fp8(_packed(x, rows=rows, **packed).in_fp8(), a, dtype)
-    return adapter_gradients(grad, x, inputs, base, rows, biases, a, b, scales, dtype, out1)
+def _backward_in(eight: EightBits) -> None:
+    @lora_linear_nf4_backward.provider(
+        eight.name, precision=eight.name, because=eight.because, refuses=partial(refuse_in, eight)
+    )
+    def _(*, grad, x, inputs, biases, a, b, scales, dtype, out1, rows, **packed):
+        base = base_gradient_in(eight, FrozenWeights.of_packed(_packed(x, rows=rows, **packed)), a, dtype)
+        return adapter_gradients(grad, x, inputs, base, rows, biases, a, b, scales, dtype, out1)
+
+
+for each in FORMATS:
+    _forward_in(each)
+    _backward_in(each)
 
 
 @lora_linear_nf4_backward.provider("bitsandbytes", because=BITSANDBYTES, refuses=_refuse_bitsandbytes)

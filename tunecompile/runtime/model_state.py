@@ -28,7 +28,7 @@ from tunecompile.runtime.unpad.evaluation import Evaluation
 from tunecompile.runtime.unpad.unpad import Unpadding
 
 ATTRIBUTE = "_tunecompile"  #: of a model: where its `State` is
-Precision = Literal["fp8"]
+Precision = Literal["fp8", "int8", "8bit"]
 
 
 class Verdicts(Protocol):

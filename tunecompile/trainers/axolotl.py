@@ -37,7 +37,7 @@ class Options(BaseModel):
     host_memory: str | int | float | None = None
     offload_dir: str | None = None
     host_embedding: bool = False
-    precision: Literal["fp8"] | None = None
+    precision: Literal["fp8", "int8", "8bit"] | None = None
     verify: bool = False
     executor: Literal["inductor", "eager"] = "inductor"
 

@@ -24,13 +24,15 @@ from tunecompile._torch.distributed import around_now, several, sharded
 from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import CannotVerify
 from tunecompile.ir.op import HALF
-from tunecompile.notes import Note, note
+from tunecompile.notes import note
+from tunecompile.ops.eight_bits import EightBits
 from tunecompile.runtime.attach import attach, restore
 from tunecompile.runtime.layers.find_layers import find_layers
 from tunecompile.runtime.model_state import ATTRIBUTE, Settings, State, is_optimized
 from tunecompile.verification.bisect import find, without
 from tunecompile.verification.reference_model import mode, twin_of
 from tunecompile.verification.result import Verification
+from tunecompile.verification.rounded import format_on, round_products
 from tunecompile.verification.tolerance import Verdict, compare_gradients, judge_gradients, judge_loss
 from tunecompile.verification.unchanged import unchanged
 
@@ -39,6 +41,7 @@ __all__ = ["WRONG", "Verification", "verify"]
 Step = tuple[float, dict[str, Tensor | None]]  #: loss, and gradients by name
 Measure = Callable[[nn.Module, Mapping[str, Any]], Tensor]  #: (model, batch) -> loss, a scalar
 WRONG = 2  #: multiple of eager's error from which a gradient is wrong, and the rewrite at fault is looked for
+LOSS_IN_8_BITS = 2.0**-6  #: relative error of a loss that counts as none: of one step it is chance
 MANY = 32  #: a loss is a mean over tokens, whose roundings cancel out by this factor at least
 
 
@@ -80,12 +83,14 @@ def verify(
     with unchanged(model, seed) as notes:  # before twins are made, so that they get the same weights, and no dropout
         steps = _run(model, batch, measure, seed)
         rows, verdicts = steps.judge(steps.optimized)
+        if steps.eight is not None:
+            notes.append(note("judged-in-8-bits", steps.eight.name.upper()))
         if optimized and _is_wrong(rows):
 
             def right() -> bool:
                 return not _is_wrong(steps.judge(_step(model, batch, measure, seed))[0])
 
-            faults = _switch_off(model, right, notes)
+            faults = _switch_off(model, right)
     losses = {"optimized": steps.optimized[0], "eager": steps.eager[0], "reference": steps.exact[0]}
     reference = str(steps.reference).removeprefix("torch.")
     return Verification(type(model).__name__, reference, losses, rows, verdicts, steps.untrained, faults, notes)
@@ -139,11 +144,12 @@ class _Steps:
     exact: Step
     computed: torch.dtype  #: of the optimized and the eager step
     reference: torch.dtype  #: of the exact step
+    eight: EightBits | None  #: what the eager step rounds to, as the optimized one does
 
     def judge(self, step: Step) -> tuple[list[dict[str, Any]], list[Verdict]]:
         """Compare a step of the optimized model: a row for each parameter, and the verdicts."""
         rows = compare_gradients(self.exact[1], self.eager[1], step[1], self.computed)
-        eps = torch.finfo(self.computed).eps / MANY
+        eps = torch.finfo(self.computed).eps / MANY if self.eight is None else LOSS_IN_8_BITS
         return rows, [judge_loss([self.exact[0]], [self.eager[0]], [step[0]], eps), *judge_gradients(rows)]
 
     @property
@@ -161,12 +167,18 @@ def _run(model: nn.Module, batch: Mapping[str, Any], measure: Measure, seed: int
     kind, computed = next(model.parameters()).device.type, autocast.get("dtype") or _weights_dtype(model)
     wide = computed in (torch.float32, torch.float64) and not _is_half(model)
     reference = torch.float64 if wide else torch.float32
+    state: State | None = getattr(model, ATTRIBUTE, None)
+    eight = format_on(state and state.precision, computed, next(model.parameters()).device)
+
+    def rounded(twin: nn.Module) -> nn.Module:
+        return twin if eight is None else round_products(twin, eight)
+
     with torch.autocast(kind, autocast.get("dtype"), enabled="dtype" in autocast):
-        eager = _of_a_twin(model, None, lambda twin: _step(twin, batch, measure, seed))
+        eager = _of_a_twin(model, None, lambda twin: _step(rounded(twin), batch, measure, seed))
     exact = _of_a_twin(model, reference, lambda twin: _in_high_precision(twin, batch, measure, seed, reference))
     if all(gradient is None for gradient in exact[1].values()):
         raise CannotVerify(reason="no trained parameter gets a gradient from this loss, in eager PyTorch neither")
-    return _Steps(optimized, eager, exact, computed, reference)
+    return _Steps(optimized, eager, exact, computed, reference, eight)
 
 
 def _optimized_step(model: nn.Module, batch: Mapping[str, Any], measure: Measure, seed: int) -> Step:
@@ -277,21 +289,17 @@ def _is_wrong(rows: list[dict]) -> bool:
     return any(not row["has_gradient"] or row["error"] > WRONG * row["yardstick"] for row in rows)
 
 
-def _switch_off(model: nn.Module, right: Callable[[], bool], notes: list[Note]) -> list[dict[str, Any]]:
+def _switch_off(model: nn.Module, right: Callable[[], bool]) -> list[dict[str, Any]]:
     """Find the rewrites at fault, one after the other, and optimize the model without them.
 
     Args:
         model: optimized.
         right: takes a step, and tells whether it is right.
-        notes: are added to.
 
     Returns:
         A dict for each fault: `rewrite`, `places` and `said`.
     """
     state: State = getattr(model, ATTRIBUTE)
-    if state.precision is not None:
-        notes.append(note("precision-not-judged", state.precision))
-        return []
     faults = [_switch_one_off(state, right)]
     while faults[-1]["rewrite"] is not None and len(faults) < 3 and not right():
         faults.append(_switch_one_off(state, right))

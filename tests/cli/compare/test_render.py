@@ -96,7 +96,7 @@ def test_a_reduced_precision_is_shown_beside_and_not_judged_by_gradients(result,
     for kind in ("md", "html"):
         text = paths[kind].read_text()
         assert (
-            "Gradients in reduced precision, not judged" in text
+            "Gradients in 8 bits, not judged" in text
             and "4.00e-02" in text
             and "Loss beside hf" in text
             and "1.00e-02" in text

@@ -103,11 +103,12 @@ def dense_and_packed(dtype, double, sizes, ranks, adapters=None, **case):
     return dense, packed
 
 
-def fp8_case(sizes=(48, 16), ranks=(4, 8), k=64, rows=40, adapters=torch.float32, **options):
+def eight_bits_case(sizes=(48, 16), ranks=(4, 8), k=64, rows=40, adapters=torch.float32, **options):
     """bf16 arguments whose rows differ in size by orders of magnitude."""
     x = (torch.randn(2, rows // 2, k) * torch.randn(2, rows // 2, 1).mul(2).exp()).bfloat16()
     return lora_arguments(x, sizes, ranks, dtype=adapters, adapters=adapters, base=torch.bfloat16, **options)
 
 
-def fp8_provider(op):
-    return next(p for p in op.providers if p.name == "fp8")
+def provider_in(op, name):
+    """The provider of a precision in 8 bits."""
+    return next(p for p in op.providers if p.precision == name)

@@ -20,8 +20,8 @@ FullFlag = Annotated[bool, of_model("--full", help="Train all weights.")]
 Systems = Annotated[
     str,
     typer.Option(
-        help="Comma-separated: eager, compile, liger, unsloth, tunecompile, tunecompile-fp8, and -checkpoint variants. "
-        "The table shows their versions. A system that is not installed is a row that says how to install it."
+        help="Comma-separated: eager, compile, liger, unsloth, tunecompile, tunecompile-fp8, tunecompile-int8, and "
+        "-checkpoint variants. The table shows their versions. A system that is not installed is a row that says how to install it."
     ),
 ]
 Out = Annotated[Path, typer.Option(help="Folder for report.html, report.md and report.json.")]

@@ -34,7 +34,7 @@ def run(
     memory: Annotated[
         Optional[str], typer.Option(help="Of optimize(): bytes such as 20GiB, a fraction of the GPU's memory, or auto.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="full or fp8.")] = "full",
+    precision: Annotated[str, typer.Option(help="full, fp8, int8 or 8bit.")] = "full",
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the gradients of the first step against fp32.")
     ] = False,
@@ -53,8 +53,8 @@ def run(
 
     def work() -> int:
         options: dict = {"memory": memory} if memory is not None else {}
-        if one_of("--precision", precision, "full", "fp8") == "fp8":
-            options["precision"] = "fp8"
+        if one_of("--precision", precision, "full", "fp8", "int8", "8bit") != "full":
+            options["precision"] = precision
         if verify:
             options["verify"] = True
         with tempfile.TemporaryDirectory(prefix="tunecompile-run-") as folder:

@@ -23,7 +23,10 @@ SAME, APART = "same", "not comparable"
 #: fields of a job in which two results may differ, or which are compared otherwise: rows of tables have their shapes
 FREE = {*PATHS, "system", "model", "data", "shapes", "device", "repeat"}
 FREE |= {"questions", "saved_bytes", "launches", "trust_cache"}
-CHECKS = (("tunecompile", "gradients"), ("tunecompile-fp8", "reduced_gradients"))  # fields with a system's gradients
+CHECKS = (
+    ("tunecompile", "gradients"),
+    ("tunecompile in 8 bits", "reduced_gradients"),
+)  # fields with a system's gradients
 
 Extent = tuple[float, float, float]  # a figure, and the lowest and highest value of its spread
 Reader = Callable[[dict], "Extent | None"]

@@ -11,7 +11,7 @@ from tunecompile.cli.compare import data, machine, models
 from tunecompile.cli.compare.curves import compare_curves, judge_curves, merge_seeds
 from tunecompile.cli.compare.judge import EAGER, Check, judge_speed, judge_work
 from tunecompile.cli.compare.request import Comparison
-from tunecompile.cli.compare.spec import Job, System
+from tunecompile.cli.compare.spec import REDUCED, Job, System
 from tunecompile.estimate.known_shapes import is_mixture, shape_config
 from tunecompile.planner.device_memory import HostGauge, budget_bytes
 
@@ -29,7 +29,10 @@ def assemble(comparison: Comparison, outcome: Mapping[str, dict], reference: dic
     merged = merge_seeds(runs)
     verdicts = [*check.verdicts, *judge_curves(merged), *judge_work(merged), *judge_speed(merged)]
     budgeted = next((outcome[name] for name in outcome if name.startswith("tunecompile@")), {})
-    ours, reduced = outcome.get("tunecompile", budgeted), outcome.get("tunecompile-fp8", {})
+    ours, reduced = (
+        outcome.get("tunecompile", budgeted),
+        next((outcome[name] for name in REDUCED if name in outcome), {}),
+    )
     compiler = ours.get("report") or reduced.get("report") or {}
     notes = [*(compiler.get("notes") or []), *((reduced.get("report") or {}).get("notes") or [])]
     result = machine.header() | {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tunecompile.cli.compare.spec import REFERENCE, Job
+from tunecompile.cli.compare.spec import REDUCED, REFERENCE, Job
 from tunecompile.verification.tolerance import Verdict, compare_gradients, judge_gradients, judge_loss
 
 STEP_LIMIT = 1.05  # a step may take this much of eager's time
@@ -16,7 +16,7 @@ class Check:
     """Results of the comparison with the high-precision reference: gradient errors and verdicts."""
 
     gradients: list[dict] = field(default_factory=list)  #: of tunecompile
-    reduced: list[dict] = field(default_factory=list)  #: of tunecompile-fp8: shown, not judged, as it rounds on purpose
+    reduced: list[dict] = field(default_factory=list)  #: of the first of `REDUCED`: shown, not judged
     verdicts: list[Verdict] = field(default_factory=list)
 
 
@@ -39,7 +39,7 @@ def judge(outcome: dict, reference: dict, scratch: str, job: Job) -> Check:
         job: the template of the jobs.
     """
     eager, ours = first_ok(outcome, *EAGER), first_ok(outcome, "tunecompile")
-    reduced, exact = first_ok(outcome, "tunecompile-fp8"), first_ok({"reference": reference}, "reference")
+    reduced, exact = first_ok(outcome, *REDUCED), first_ok({"reference": reference}, "reference")
     if eager is None or exact is None or not (ours or (reduced and "tunecompile" not in outcome)):
         lacking = [name for name, run in (("eager", eager), ("tunecompile", ours), ("the reference", exact)) if not run]
         detail = f"no finished run of {', '.join(lacking)}"

@@ -161,7 +161,7 @@ def apply_system(model: nn.Module, job: Job) -> nn.Module:
     elif engine == "tunecompile":
         import tunecompile
 
-        precision = cast("Literal['fp8'] | None", job.precision)
+        precision = cast("Literal['fp8', 'int8'] | None", job.precision)
         model = tunecompile.optimize(model, memory=job.memory, precision=precision)
     return model
 

@@ -20,6 +20,7 @@ COLOURS = {
     "unsloth-padding-free": "#34d399",
     "tunecompile": "#2563eb",
     "tunecompile-fp8": "#db2777",
+    "tunecompile-int8": "#ea580c",
     "reference": "#111827",
 }
 

@@ -203,9 +203,7 @@ def tables(result: dict) -> tuple[list[Table], list[Table]]:
         curve_table(result.get("curves", [])),
         compiler_table(result),
         *error_tables("Gradients", "tunecompile", result["gradients"]),
-        *error_tables(
-            "Gradients in reduced precision, not judged", "tunecompile-fp8", result.get("reduced_gradients", [])
-        ),
+        *error_tables("Gradients in 8 bits, not judged", "8 bits", result.get("reduced_gradients", [])),
     ]
     return first, [table for table in more if table.rows or table.notes]
 

@@ -58,9 +58,11 @@ SYSTEMS = {
         System("unsloth-padding-free", "unsloth", checkpointing=False, package="unsloth", padding_free=True),
         System("tunecompile", "tunecompile"),
         System("tunecompile-fp8", "tunecompile", precision="fp8"),
+        System("tunecompile-int8", "tunecompile", precision="int8"),
         System(REFERENCE, REFERENCE),
     )
 }
+REDUCED = ("tunecompile-fp8", "tunecompile-int8")  #: they round on purpose
 ALIASES = {"eager": "hf"}
 
 

@@ -1,4 +1,4 @@
-"""FP8 on a real GPU: the kernels give what the emulation gives, and models train as in bf16."""
+"""8 bits on a real GPU: the kernels give what the emulation gives, and models train as in bf16."""
 
 import copy
 
@@ -10,26 +10,27 @@ import tunecompile
 from tests.support import zoo
 from tests.support.models.gpu import build, median
 from tests.support.notes import EAGER, find
-from tests.support.ops.arguments import fp8_case, fp8_provider
+from tests.support.ops.arguments import eight_bits_case, provider_in
 from tests.support.ops.checks import error
 from tunecompile.ops import lora_linear, lora_linear_nf4
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def a_card_that_can():
-    if torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
+@pytest.fixture(params=["fp8", "int8"])
+def precision(request):
+    if request.param == "fp8" and torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
         pytest.skip("no FP8 products scaled by row on this GPU")
+    return request.param
 
 
 def moved(args, device):
     return pytree.tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, args)
 
 
-def both(op, args) -> tuple[list, list]:
+def both(op, precision, args) -> tuple[list, list]:
     """A provider's results on the GPU and on the CPU, which emulates."""
-    run = fp8_provider(op).run
+    run = provider_in(op, precision).run
     return [t.cpu() for t in run(*moved(args, "cuda"))], list(run(*args))
 
 
@@ -44,28 +45,28 @@ def both(op, args) -> tuple[list, list]:
     ],
     ids=str,
 )
-def test_kernels_give_what_the_emulation_gives(options):
-    """But for the order of sums: the same e4m3 operands, bf16 results."""
-    args = fp8_case(**options)
-    ours, theirs = both(lora_linear, args)
+def test_kernels_give_what_the_emulation_gives(options, precision):
+    """But for the order of sums: the same operands, bf16 results."""
+    args = eight_bits_case(**options)
+    ours, theirs = both(lora_linear, precision, args)
     assert error(ours[0], theirs[0]) < 4e-3 and error(ours[1], theirs[1]) < 4e-3
     grad = torch.randn(theirs[0].shape).bfloat16()
-    ours, theirs = both(lora_linear.backward_op, [grad, *args, theirs[1]])
+    ours, theirs = both(lora_linear.backward_op, precision, [grad, *args, theirs[1]])
     assert max(error(o, t) for o, t in zip(ours, theirs)) < 6e-3
 
 
 @pytest.mark.parametrize("double", [True, False])
-def test_packed_weights(double):
+def test_packed_weights(double, precision):
     from tests.support.ops.arguments import dense_and_packed
 
     _, packed = dense_and_packed(torch.bfloat16, double, (512, 128), (16, 16), bias=True)
-    ours, theirs = both(lora_linear_nf4, packed)
-    # The scales differ by the bound's slack, so values round elsewhere: each is as far from the exact ones as e4m3 puts it.
+    ours, theirs = both(lora_linear_nf4, precision, packed)
+    # The scales differ by the bound's slack, so values round elsewhere: each is as far from the exact ones as the format puts it.
     exact = lora_linear_nf4(*packed)[0]
     assert error(ours[0], exact) < 1.2 * error(theirs[0], exact) + 4e-3
     grad = torch.randn(theirs[0].shape).bfloat16()
     args = [grad, *packed, theirs[1]]
-    (ours, theirs), exact = both(lora_linear_nf4.backward_op, args), lora_linear_nf4.backward_op(*args)
+    (ours, theirs), exact = both(lora_linear_nf4.backward_op, precision, args), lora_linear_nf4.backward_op(*args)
     assert error(ours[0], exact[0]) < 1.2 * error(theirs[0], exact[0]) + 4e-3
     assert max(error(o, t) for o, t in zip(ours[1:], theirs[1:])) < 6e-3
 
@@ -75,10 +76,10 @@ def optimized(model, precision=None):
 
 
 @pytest.mark.parametrize("family, mode, autocast", [("llama", "qlora", torch.bfloat16), ("qwen3", "lora", None)])
-def test_gradients_are_off_by_what_e4m3_rounds(family, mode, autocast):
+def test_gradients_are_off_by_what_8_bits_round(family, mode, autocast, precision):
     """Each operand is off by 2.6 % (three bits of mantissa), each product by 3.7 %, and some fifteen of them lie between loss and first layer."""
     base = build(family, mode)
-    reference, model = zoo.in_fp32(base), optimized(base, "fp8")
+    reference, model = zoo.in_fp32(base), optimized(base, precision)
     for rows, length, seed in ((2, 256, 1), (3, 200, 2), (1, 77, 3)):  # symbolic sizes from the second on
         inputs = zoo.batch(4099, rows, length, "cuda", seed=seed)
         loss, exact = zoo.step(reference, inputs)
@@ -95,7 +96,7 @@ def test_gradients_are_off_by_what_e4m3_rounds(family, mode, autocast):
         "",
         "_backward",
     ):  # q|k|v, o, gate|up and down; the last two are one op where adapters have the model's dtype
-        assert chosen[f"{op}{way}: fp8"] + 2 * chosen.get(f"lora_mlp{way}: joined_fp8", 0) == 4, report
+        assert chosen[f"{op}{way}: {precision}"] + 2 * chosen.get(f"lora_mlp{way}: joined_{precision}", 0) == 4, report
     assert not find(report, *EAGER, "not-in-precision", "products-not-in-precision", "region-not-in-precision"), report
 
 
@@ -113,19 +114,19 @@ def curve(model, steps: int = 24) -> list[float]:
 
 
 @pytest.mark.parametrize("mode", ["qlora", "lora"])
-def test_losses_fall_along_those_of_bf16(mode):
+def test_losses_fall_along_those_of_bf16(mode, precision):
     base = build("llama", mode)
-    fp8, bf16 = curve(optimized(base, "fp8")), curve(optimized(base))
+    ours, bf16 = curve(optimized(base, precision)), curve(optimized(base))
     fall = bf16[0] - bf16[-1]
-    assert fall > 0.1 and sum(abs(f - b) for f, b in zip(fp8, bf16)) / len(bf16) < 0.05 * fall
+    assert fall > 0.1 and sum(abs(f - b) for f, b in zip(ours, bf16)) / len(bf16) < 0.05 * fall
 
 
-def test_recorded_layers_give_what_unrecorded_ones_give():
+def test_recorded_layers_give_what_unrecorded_ones_give(precision):
     from tunecompile.runtime.model_state import state_of
 
     base = build("llama", "qlora")
-    recorded = tunecompile.optimize(copy.deepcopy(base), precision="fp8")
-    plain = tunecompile.optimize(copy.deepcopy(base), precision="fp8")
+    recorded = tunecompile.optimize(copy.deepcopy(base), precision=precision)
+    plain = tunecompile.optimize(copy.deepcopy(base), precision=precision)
     state_of(plain).replays.recorder.device = "none"
     for seed in range(14):
         inputs = zoo.batch(4099, rows=2, length=32, device="cuda", seed=seed)
@@ -139,13 +140,13 @@ def test_recorded_layers_give_what_unrecorded_ones_give():
     assert state_of(recorded).replays.recorded
 
 
-def test_memory_is_no_more_than_bf16s():
+def test_memory_is_no_more_than_bf16s(precision):
     base, inputs, peaks = build("llama", "qlora"), zoo.batch(4099, 8, 512, "cuda"), {}
-    for precision in (None, "fp8"):
-        model = optimized(base, precision)
+    for each in (None, precision):
+        model = optimized(base, each)
         zoo.step(model, inputs, torch.bfloat16)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         zoo.step(model, inputs, torch.bfloat16)
-        peaks[precision] = torch.cuda.max_memory_allocated() - before
-    assert peaks["fp8"] <= 1.05 * peaks[None]
+        peaks[each] = torch.cuda.max_memory_allocated() - before
+    assert peaks[precision] <= 1.05 * peaks[None]

@@ -1,14 +1,14 @@
-"""Operands of FP8 matrix products (e4m3: 4 significant bits, +-448; arXiv:2209.05433), with exact low-rank adapters.
+"""Operands of matrix products in 8 bits, FP8 (e4m3: 4 significant bits, +-448; arXiv:2209.05433) and INT8 (+-127).
 
-``A @ B^T`` runs on tensor cores with A: [T, C] and B: [N, C] in e4m3 and one fp32 scale a row of each. An adapter's
-term ``P @ Q^T`` (P: [T, R], Q: [N, R]) uses additional columns of the same product. Rounding it to 4 bits would be too
-inexact, so each of its values v is the sum of two e4m3 numbers, high = e4m3(v) and low = e4m3(v - high) (as Dekker,
-1971, https://doi.org/10.1007/BF01397083, splits a double), and three of the four products are kept: ``[high P | low P
-| high P] @ [high Q | high Q | low Q]^T``, good to about 8 bits, which is what bf16 has. A row's scale covers its
-adapter columns as well, so nothing saturates.
+``A @ B^T`` runs on tensor cores with A: [T, C] and B: [N, C] in 8 bits and one fp32 scale a row of each. In FP8 an
+adapter's term ``P @ Q^T`` (P: [T, R], Q: [N, R]) uses additional columns of the same product. Rounding it to 4 bits
+would be too inexact, so each of its values v is the sum of two e4m3 numbers, high = e4m3(v) and low = e4m3(v - high)
+(as Dekker, 1971, https://doi.org/10.1007/BF01397083, splits a double), and three of the four products are kept:
+``[high P | low P | high P] @ [high Q | high Q | low Q]^T``, good to about 8 bits, which bf16 has. A row's scale covers
+its adapter columns as well, so nothing saturates. (``int8_product`` adds the term of an adapter to INT8's sums.)
 
 Rows are padded with zeros to a width that tensor cores support. The frozen weight is written in either direction: as
-[N, K] for x W^T, and transposed to [K, N] for dY W (both operands of an FP8 product must be contiguous along the
+[N, K] for x W^T, and transposed to [K, N] for dY W (both operands of such a product must be contiguous along the
 dimension that is summed over)."""
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ._nf4_kernel import block_scale, code_value
 __all__ = ["begin_weight", "quantize_rows", "write_dense", "write_nf4"]
 
 LARGEST = tl.constexpr(448.0)
+INTEGERS = tl.constexpr(127.0)
 TINY = tl.constexpr(1e-30)  # a row of zeros has a scale too
 
 
@@ -42,6 +43,15 @@ def _rounded(v):
 
 
 @triton.jit
+def _converted(v, dtype: tl.constexpr):
+    """``v`` (fp32, within the range of ``dtype``) rounded to the nearest e4m3 number or integer, ties to even."""
+    if dtype == tl.int8:
+        shift = 12582912.0  # 1.5 * 2^23: adding it rounds to integers
+        v = (v + shift) - shift
+    return v.to(dtype)
+
+
+@triton.jit
 def _store_split(v, out, column, mask, RANKS: tl.constexpr, WEIGHT: tl.constexpr):
     """high, low and high again of ``v`` (a weight's: high, high, low), RANKS columns each."""
     rounded = _rounded(v)
@@ -56,6 +66,7 @@ def _store_split(v, out, column, mask, RANKS: tl.constexpr, WEIGHT: tl.constexpr
 def quantize_kernel(
     x,
     extra,
+    factors,
     out,
     scales,
     x_stride,
@@ -70,35 +81,46 @@ def quantize_kernel(
     row = tl.program_id(0).to(tl.int64)
     column, rank = tl.arange(0, BLOCK), tl.arange(0, RANKS_POW2)
     v = tl.load(x + row * x_stride + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    if factors is not None:
+        v = v * tl.load(factors + column, mask=column < COLUMNS, other=0.0)
     largest = tl.max(tl.abs(v))
     if RANKS > 0:
         e = tl.load(extra + row * extra_stride + rank, mask=rank < RANKS, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(e)))
-    scale = tl.maximum(largest, TINY) / LARGEST
-    tl.store(scales + row, scale)
+    if out.dtype.element_ty == tl.int8:
+        scale = tl.maximum(largest, TINY) / INTEGERS
+        tl.store(scales + row, scale + tl.sum(v * 0.0))  # not a number, where one of the row is none: integers all are
+    else:
+        scale = tl.maximum(largest, TINY) / LARGEST
+        tl.store(scales + row, scale)
     inverse = 1.0 / scale
     out += row * (COLUMNS + 3 * RANKS + PADDING)
-    tl.store(out + column, (v * inverse).to(tl.float8e4nv), mask=column < COLUMNS)
+    tl.store(out + column, _converted(v * inverse, out.dtype.element_ty), mask=column < COLUMNS)
     if RANKS > 0:
         _store_split(e * inverse, out + COLUMNS, rank, rank < RANKS, RANKS, False)
     if PADDING > 0:
         pad = tl.arange(0, PADDING_POW2)
         tl.store(
-            out + COLUMNS + 3 * RANKS + pad, tl.zeros([PADDING_POW2], tl.float32).to(tl.float8e4nv), mask=pad < PADDING
+            out + COLUMNS + 3 * RANKS + pad,
+            tl.zeros([PADDING_POW2], tl.float32).to(out.dtype.element_ty),
+            mask=pad < PADDING,
         )
 
 
-def quantize_rows(x, extra, width, *, tile=None):
-    """Activations, or gradients, as the left operand of an FP8 product, with an adapter's columns beside them.
+def quantize_rows(x, extra, width, dtype=torch.float8_e4m3fn, factors=None, *, tile=None):
+    """Activations, or gradients, as the left operand of a product in 8 bits, in FP8 with an adapter's columns.
 
     Args:
         x: [T, C], any floating dtype, unit column stride.
-        extra: [T, R], any floating dtype, unit column stride; or None.
+        extra: [T, R], any floating dtype, unit column stride; or None, as for INT8.
         width: columns of the result, at least C + 3 R.
+        dtype: e4m3 or int8.
+        factors: fp32 [C], by which columns are multiplied first; or None.
         tile: a ``_tiles.Tile`` in place of the table's.
 
     Returns:
-        ([x | extra, split | 0] in e4m3: [T, width], the rows' scales: fp32 [T, 1]).
+        ([x | extra, split | 0] in ``dtype``: [T, width], the rows' scales: fp32 [T, 1]). A row that holds a value that
+        is no number, or none finite, gives none: its scale is none in int8.
 
     Raises:
         ValueError: strides or width do not fit.
@@ -106,15 +128,16 @@ def quantize_rows(x, extra, width, *, tile=None):
     (rows, columns), ranks = x.shape, 0 if extra is None else extra.shape[1]
     if x.stride(1) != 1 or (extra is not None and extra.stride(1) != 1) or width < columns + 3 * ranks:
         raise ValueError(f"x has strides {x.stride()}; {columns} columns and 3 x {ranks} ranks go into {width}")
-    out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    out = torch.empty((rows, width), dtype=dtype, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    tile = tile or _tiles.pick("fp8_quantize", x, columns)
+    tile = tile or _tiles.pick("eight_bits_quantize", x, columns)
     padding = width - columns - 3 * ranks
     launch(
         quantize_kernel,
         (rows,),
         x,
         extra,
+        factors,
         out,
         scales,
         x.stride(0),
@@ -221,6 +244,7 @@ def dense_kernel(
     row0,
     column0,
     WIDTH: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -230,23 +254,27 @@ def dense_kernel(
     v = tl.load(weight + row[:, None] * row_stride + column[None, :] * column_stride, mask=mask, other=0.0).to(
         tl.float32
     )
-    inverse = 1.0 / tl.load(scales + row0 + row, mask=row < n_rows, other=1.0)
+    if BY_COLUMN:
+        v = v * (1.0 / tl.load(scales + column0 + column, mask=column < n_columns, other=1.0))[None, :]
+    else:
+        v = v * (1.0 / tl.load(scales + row0 + row, mask=row < n_rows, other=1.0))[:, None]
     where = (row0 + row)[:, None] * WIDTH + (column0 + column)[None, :]
-    tl.store(out + where, (v * inverse[:, None]).to(tl.float8e4nv), mask=mask)
+    tl.store(out + where, _converted(v, out.dtype.element_ty), mask=mask)
 
 
-def write_dense(weight, scales, out, row=0, column=0, *, tile=None):
-    """Put a plain weight into an operand that ``begin_weight`` made.
+def write_dense(weight, scales, out, row=0, column=0, *, by_column=False, tile=None):
+    """Put a plain weight into an operand, such as ``begin_weight`` made.
 
     Args:
         weight: [n, k], any floating dtype, any strides (so transposed too).
-        scales: fp32 [1, rows of ``out``], by which rows are divided.
-        out: e4m3 [rows, width], contiguous. Written from (row, column) on.
+        scales: fp32, as many as ``out`` has rows, by which these are divided.
+        out: e4m3 or int8 [rows, width], contiguous. Written from (row, column) on.
         row: the first of the rows that are written.
         column: the first of the columns that are written.
+        by_column: whether ``scales`` has one for each column of ``out`` that is used, in the place of rows.
         tile: a ``_tiles.Tile`` in place of the table's.
     """
-    tile = tile or _tiles.pick("fp8_dense", out, weight.numel())
+    tile = tile or _tiles.pick("eight_bits_dense", out, weight.numel())
     rows, columns = weight.shape
     launch(
         dense_kernel,
@@ -260,6 +288,7 @@ def write_dense(weight, scales, out, row=0, column=0, *, tile=None):
         row,
         column,
         WIDTH=out.stride(0),
+        BY_COLUMN=by_column,
         ROWS=tile.rows,
         COLUMNS=tile.block,
         num_warps=tile.num_warps,
@@ -285,6 +314,7 @@ def nf4_kernel(
     NESTED: tl.constexpr,
     FP4: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -305,14 +335,19 @@ def nf4_kernel(
     value = tl.gather(code_value(tl.arange(0, 16), FP4), tl.reshape(nibble, [ROWS * COLUMNS]), 0)
     value = tl.reshape(tl.reshape(value, [ROWS, COLUMNS // 8, 8]) * scale[:, :, None], [ROWS, COLUMNS])
     inside = (n < n_rows)[:, None] & (k < K)[None, :]
-    if TRANSPOSED:
-        value = value * (1.0 / tl.load(scales + row0 + k, mask=k < K, other=1.0))[None, :]
-        where = (row0 + k).to(tl.int64)[:, None] * WIDTH + (column0 + n)[None, :]
-        tl.store(out + where, tl.trans(value.to(tl.float8e4nv)), mask=tl.trans(inside))
+    if TRANSPOSED == BY_COLUMN:
+        first = column0 if TRANSPOSED else row0
+        value = value * (1.0 / tl.load(scales + first + n, mask=n < n_rows, other=1.0))[:, None]
     else:
-        value = value * (1.0 / tl.load(scales + row0 + n, mask=n < n_rows, other=1.0))[:, None]
+        first = row0 if TRANSPOSED else column0
+        value = value * (1.0 / tl.load(scales + first + k, mask=k < K, other=1.0))[None, :]
+    value = _converted(value, out.dtype.element_ty)
+    if TRANSPOSED:
+        where = (row0 + k).to(tl.int64)[:, None] * WIDTH + (column0 + n)[None, :]
+        tl.store(out + where, tl.trans(value), mask=tl.trans(inside))
+    else:
         where = (row0 + n).to(tl.int64)[:, None] * WIDTH + (column0 + k)[None, :]
-        tl.store(out + where, value.to(tl.float8e4nv), mask=inside)
+        tl.store(out + where, value, mask=inside)
 
 
 def write_nf4(
@@ -325,6 +360,7 @@ def write_nf4(
     column=0,
     *,
     transposed=False,
+    by_column=False,
     blocksize=64,
     quant_type="nf4",
     absmax_code=None,
@@ -333,17 +369,18 @@ def write_nf4(
     absmax_blocksize=256,
     tile=None,
 ):
-    """Put a 4-bit weight, or its transpose, into an operand that ``begin_weight`` made, without conversion to bf16.
+    """Put a 4-bit weight, or its transpose, into an operand, without conversion to bf16.
 
     Args:
         packed: uint8, contiguous, starts at a multiple of 4 bytes. This and absmax, blocksize, quant_type,
             absmax_code, absmax_scale, absmax_offset and absmax_blocksize: as for ``nf4.dequantize``.
         shape: [N, K] of the weight; 8 divides K.
-        scales: fp32 [1, rows of ``out``], by which rows are divided.
-        out: e4m3 [rows, width], contiguous. Written from (row, column) on.
+        scales: fp32, as many as ``out`` has rows, by which these are divided.
+        out: e4m3 or int8 [rows, width], contiguous. Written from (row, column) on.
         row: the first of the rows that are written.
         column: the first of the columns that are written.
         transposed: whether [K, N] is written.
+        by_column: whether ``scales`` has one for each column of ``out`` that is used, in the place of rows.
         tile: a ``_tiles.Tile`` in place of the table's.
 
     Raises:
@@ -352,7 +389,7 @@ def write_nf4(
     n, k = shape
     if k % 8:
         raise ValueError(f"eight weights are read at a time, and 8 does not divide {k}")
-    tile = tile or _tiles.pick("fp8_nf4_transposed" if transposed else "fp8_nf4", out, n * k)
+    tile = tile or _tiles.pick("eight_bits_nf4_transposed" if transposed else "eight_bits_nf4", out, n * k)
     launch(
         nf4_kernel,
         (triton.cdiv(n, tile.rows), triton.cdiv(k, tile.block)),
@@ -373,6 +410,7 @@ def write_nf4(
         NESTED=absmax_code is not None,
         FP4=quant_type == "fp4",
         TRANSPOSED=transposed,
+        BY_COLUMN=by_column,
         ROWS=tile.rows,
         COLUMNS=tile.block,
         num_warps=tile.num_warps,

@@ -1,22 +1,36 @@
-"""FP8 products, emulated where there is no GPU: errors within what rounding both operands to e4m3 can do; adapters are not rounded."""
+"""Products in 8 bits, emulated where there is no GPU: errors within what rounding both operands can do; adapters are not rounded."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from tests.support.ops.arguments import fp8_case, fp8_provider, lora_leaves, with_lora_leaves
+from tests.support.ops.arguments import eight_bits_case, lora_leaves, provider_in, with_lora_leaves
 from tests.support.ops.checks import error
 from tunecompile._torch import known_bugs
 from tunecompile._torch.card import acting_as
 from tunecompile._torch.fake_tensors import trace
 from tunecompile.ir.op import OPS
 from tunecompile.notes import note
-from tunecompile.ops import fp8, lora_linear, lora_linear_nf4
+from tunecompile.ops import eight_bits, lora_linear, lora_linear_nf4
+from tunecompile.ops.eight_bits import FORMATS, FP8, INT8
 
 UNIT = 2.0**-4  # e4m3 rounds by at most this
 ADAPTER = 2.0**-7  # two e4m3 numbers a value, and the product that is left out
 BF16 = 2.0**-8
+FINEST = eight_bits.LARGEST**-2  # of a row's largest: e4m3's smallest numbers are finer
+STEP = 0.5 / eight_bits.INTEGERS  # of a row's largest: what rounding to integers is off by
+pytestmark = pytest.mark.parametrize("eight", FORMATS, ids=lambda eight: eight.name)
+
+
+def rounding(eight, x, weight, beside):
+    """Of x weight^T, both rounded: the most that each element is off by. The scale of FP8's rows covers columns beside x, too."""
+    x, weight, width = x.abs(), weight.abs(), x.shape[1]
+    if eight is INT8:
+        of_x, of_weight = STEP * x.amax(1, keepdim=True), STEP * weight.amax(1, keepdim=True)
+        return of_x @ weight.sum(1)[None] + x.sum(1)[:, None] @ of_weight.t() + width * of_x @ of_weight.t()
+    largest = torch.cat([x, beside.abs()], 1).amax(1, keepdim=True)
+    return ((1 + UNIT) ** 2 - 1) * x @ weight.t() + FINEST * largest * weight.max() * width
 
 
 def matrices(args):
@@ -41,145 +55,146 @@ def matrices(args):
     ],
     ids=str,
 )
-def test_every_element_is_within_the_rounding_of_its_factors(options):
-    args = fp8_case(**options)
-    y, xa = fp8_provider(lora_linear).run(*args)
+def test_every_element_is_within_the_rounding_of_its_factors(eight, options):
+    args = eight_bits_case(**options)
+    y, xa = provider_in(lora_linear, eight.name).run(*args)
     reference, reference_xa = lora_linear(*args)
     assert (y.shape, y.dtype, y.is_contiguous()) == (reference.shape, reference.dtype, True) and error(
         xa, reference_xa
     ) < BF16
     tokens, weight, exact_xa, adapters, bias = matrices(args)
     exact = tokens @ weight.t() + exact_xa @ adapters.t() + bias
-    limit = (
-        ((1 + UNIT) ** 2 - 1) * (tokens.abs() @ weight.abs().t())
-        + ADAPTER * (exact_xa.abs() @ adapters.abs().t())
-        + BF16 * exact.abs()
-    )
-    limit += (
-        fp8.LARGEST**-2 * tokens.abs().amax(1, keepdim=True) * weight.abs().max() * weight.shape[1]
-    )  # what is smaller than e4m3's smallest
-    assert ((y.flatten(0, -2).double() - exact).abs() <= limit + BF16 * bias.abs()).all()
+    limit = rounding(eight, tokens, weight, exact_xa) + ADAPTER * (exact_xa.abs() @ adapters.abs().t())
+    assert ((y.flatten(0, -2).double() - exact).abs() <= limit + BF16 * (exact.abs() + bias.abs())).all()
 
 
-def test_an_adapter_a_thousand_times_smaller_than_the_weight_is_not_lost():
-    args = fp8_case(sizes=(48,), ranks=(8,), scales=[1.0])
+def test_an_adapter_a_thousand_times_smaller_than_the_weight_is_not_lost(eight):
+    args = eight_bits_case(sizes=(48,), ranks=(8,), scales=[1.0])
     args[5] = [args[5][0] * 1e-3]
-    tokens, weight, xa, adapters, _ = matrices(args)
-
-    def exact_product(adapter):
-        (x8, x_scale), (w8, w_scale) = (
-            fp8.quantize(tokens.bfloat16(), xa.float()),
-            fp8.dense_operand(args[2])(adapter.float(), False),
-        )
-        return x8.double() @ w8.double().t() * x_scale.double() * w_scale.double()
-
-    delta = exact_product(adapters) - exact_product(torch.zeros_like(adapters))
-    assert error(delta, xa @ adapters.t()) < 2 * ADAPTER
+    tokens, _, xa, adapters, _ = matrices(args)
+    args[2] = [torch.zeros_like(args[2][0])]
+    args[2][0][:, -1] = 1.0  # of the weight's size, where x is 0
+    args[0][..., -1] = 0.0
+    y = provider_in(lora_linear, eight.name).run(*args)[0]
+    xa = args[0].double().flatten(0, -2) @ args[4][0].double().t()
+    assert error(y.flatten(0, -2), xa @ adapters.t()) < 2 * ADAPTER
 
 
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("own", [False, True])
-def test_gradients_of_adapters_are_exact_and_those_of_activations_rounded(own, adapters):
-    args = fp8_case(bias=True, own=own, adapters=adapters)
+def test_gradients_of_adapters_are_exact_and_those_of_activations_rounded(eight, own, adapters):
+    args = eight_bits_case(bias=True, own=own, adapters=adapters)
     y, xa = lora_linear(*args)
     grad = (torch.randn(y.shape) * torch.randn(*y.shape[:-1], 1).mul(2).exp()).bfloat16()
-    got = fp8_provider(lora_linear.backward_op).run(grad, *args, xa)
+    got = provider_in(lora_linear.backward_op, eight.name).run(grad, *args, xa)
     reference = lora_linear.backward_op.reference(grad, *args, xa)
     assert len(got) == len(reference) and all((g.shape, g.dtype) == (r.shape, r.dtype) for g, r in zip(got, reference))
     assert all(error(g, r) < 4 * BF16 for g, r in zip(got[1:], reference[1:]))
     _, weight, _, loras, _ = matrices(args)
     g = grad.double().flatten(0, -2)
-    gb, a = g @ loras, torch.cat(args[4]).double()
-    exact, term = g @ weight, gb.abs() @ a.abs() if not own else 0.0
-    exact = exact + gb @ a if not own else exact
-    limit = (
-        ((1 + UNIT) ** 2 - 1) * (g.abs() @ weight.abs())
-        + (ADAPTER + (BF16 if adapters is torch.bfloat16 else 0) * 2) * term
-        + BF16 * exact.abs()
-    )
-    limit += (
-        fp8.LARGEST**-2
-        * torch.cat([g, gb], 1).abs().amax(1, keepdim=True)
-        * max(weight.abs().max(), a.abs().max())
-        * g.shape[1]
-    )
+    gb, a = g @ loras, torch.cat(args[4]).double() * (not own)
+    exact, term = g @ weight + gb @ a, gb.abs() @ a.abs()
+    if eight is INT8:  # whose weight's scales go into dY
+        scales = weight.abs().amax(1)
+        limit = rounding(eight, g * scales, (weight / scales[:, None]).t(), gb)
+        limit = limit + STEP * (g.abs() * scales).sum(1, keepdim=True)  # the scale is its row's, not its column's
+    else:
+        limit = (
+            rounding(eight, g, weight.t(), gb) + FINEST * gb.abs().amax(1, keepdim=True) * a.abs().max() * g.shape[1]
+        )
+    limit = limit + (ADAPTER + (BF16 if adapters is torch.bfloat16 else 0) * 2) * term + BF16 * exact.abs()
     assert ((got[0].flatten(0, -2).double() - exact).abs() <= limit).all()
 
 
-def test_the_whole_error_is_a_few_per_cent():
-    args = fp8_case(sizes=(256,), ranks=(8,), k=256)
+def test_the_whole_error_is_a_few_per_cent(eight):
+    args = eight_bits_case(sizes=(256,), ranks=(8,), k=256)
     tokens, weight, xa, adapters, _ = matrices(args)
     assert (
-        0.01
-        < error(fp8_provider(lora_linear).run(*args)[0].flatten(0, -2), tokens @ weight.t() + xa @ adapters.t())
+        0.004
+        < error(
+            provider_in(lora_linear, eight.name).run(*args)[0].flatten(0, -2), tokens @ weight.t() + xa @ adapters.t()
+        )
         < 0.05
     )
 
 
-def test_an_adapter_larger_than_the_weight_saturates_nothing():
-    args = fp8_case(sizes=(32,), ranks=(4,), scales=[100.0])
+def test_an_adapter_larger_than_the_weight_saturates_nothing(eight):
+    args = eight_bits_case(sizes=(32,), ranks=(4,), scales=[100.0])
     tokens, weight, xa, adapters, _ = matrices(args)
     assert (
-        error(fp8_provider(lora_linear).run(*args)[0].flatten(0, -2), tokens @ weight.t() + xa @ adapters.t())
+        error(
+            provider_in(lora_linear, eight.name).run(*args)[0].flatten(0, -2), tokens @ weight.t() + xa @ adapters.t()
+        )
         < 2 * ADAPTER
     )
 
 
-def test_zeros():
-    args = fp8_case(sizes=(16,), ranks=(4,))
+def test_zeros(eight):
+    args = eight_bits_case(sizes=(16,), ranks=(4,))
     args[0], args[2], args[5] = (
         torch.zeros_like(args[0]),
         [torch.zeros_like(args[2][0])],
         [torch.zeros_like(args[5][0])],
     )
-    y, xa = fp8_provider(lora_linear).run(*args)
+    y, xa = provider_in(lora_linear, eight.name).run(*args)
     assert (y == 0).all() and all(
-        (g == 0).all() for g in fp8_provider(lora_linear.backward_op).run(torch.zeros_like(y), *args, xa)
+        (g == 0).all() for g in provider_in(lora_linear.backward_op, eight.name).run(torch.zeros_like(y), *args, xa)
     )
 
 
-def test_packed_weights_give_what_their_values_give():
+def test_packed_weights_give_what_their_values_give(eight):
     pytest.importorskip("bitsandbytes")
     from tests.support.ops.arguments import dense_and_packed
 
     dense, packed = dense_and_packed(torch.bfloat16, True, (32, 16), (4, 2), bias=True)
-    ours, theirs = fp8_provider(lora_linear_nf4).run(*packed), fp8_provider(lora_linear).run(*dense)
+    ours, theirs = (
+        provider_in(lora_linear_nf4, eight.name).run(*packed),
+        provider_in(lora_linear, eight.name).run(*dense),
+    )
     assert all(torch.equal(o, t) for o, t in zip(ours, theirs))
     grad = torch.randn(ours[0].shape).bfloat16()
-    ours = fp8_provider(lora_linear_nf4.backward_op).run(grad, *packed, ours[1])
-    theirs = fp8_provider(lora_linear.backward_op).run(grad, *dense, theirs[1])
+    ours = provider_in(lora_linear_nf4.backward_op, eight.name).run(grad, *packed, ours[1])
+    theirs = provider_in(lora_linear.backward_op, eight.name).run(grad, *dense, theirs[1])
     assert all(torch.equal(o, t) for o, t in zip(ours, theirs))
 
 
 @pytest.mark.parametrize("double", [True, False])
-def test_the_bound_of_packed_weights_holds_and_is_near(double):
+def test_the_bound_of_packed_weights_holds_and_is_near(eight, double):
     pytest.importorskip("bitsandbytes")
     from tests.support.ops.arguments import dense_and_packed
     from tunecompile.ops.frozen_weights import PackedWeights
 
     dense, packed = dense_and_packed(torch.float32, double, (512, 64), (4, 2))
     weights = PackedWeights(*packed[2:7], *packed[12:15], 64, torch.float32)
-    bound, largest = weights._largest(), torch.cat(dense[2]).abs().max()
-    assert largest * 0.9999 <= bound <= 3 * largest
+    whole = torch.cat(dense[2]).abs()
+    bound, largest = (weights.row_bounds(), whole.amax(1)) if eight is INT8 else (weights.bound(), whole.max())
+    assert (largest * 0.9999 <= bound).all() and (bound <= 3 * largest).all()
 
 
 @pytest.mark.parametrize(
     "change, reason",
     [(lambda a: a[0].half(), "float16"), (lambda a: a[0].float(), "float32"), (lambda a: a[0][..., :56], "16")],
 )
-def test_what_cannot_be_in_fp8_runs_as_before_and_says_why(change, reason):
-    args = fp8_case()
+def test_what_cannot_be_in_8_bits_runs_as_before_and_says_why(eight, change, reason):
+    args = eight_bits_case()
     args[0] = change(args)
     args[2] = [w.to(args[0].dtype)[:, : args[0].shape[-1]] for w in args[2]]
-    assert lora_linear.choose(args, "fp8").name == lora_linear.choose(args).name != "fp8"
-    assert reason in lora_linear.refusals(args, "fp8")["fp8"]
+    if eight is INT8 and reason == "float16":
+        assert lora_linear.choose(args, "int8").name == lora_linear.choose(args, "8bit").name == "int8"
+        return
+    assert lora_linear.choose(args, eight.name).name == lora_linear.choose(args).name != eight.name
+    assert reason in lora_linear.refusals(args, eight.name)[eight.name]
     assert lora_linear.refusals(args, None) == {"k_extension": note("not-on-gpu")}
 
 
-def test_only_who_asks_gets_it():
-    args = fp8_case()
-    assert lora_linear.choose(args, "fp8").name == "fp8" and lora_linear.choose(args).precision is None
-    assert {op.name for op in OPS.values() if any(p.precision for p in op.providers)} == {
+def test_only_who_asks_gets_it(eight):
+    args = eight_bits_case()
+    assert (
+        lora_linear.choose(args, eight.name).name == eight.name
+        and lora_linear.choose(args, "8bit").name == "fp8"
+        and lora_linear.choose(args).precision is None
+    )
+    assert {op.name for op in OPS.values() if any(p.precision == eight.name for p in op.providers)} == {
         "lora_linear",
         "lora_linear_backward",
         "lora_linear_nf4",
@@ -189,8 +204,8 @@ def test_only_who_asks_gets_it():
     }
 
 
-def test_autograd_of_the_op_is_untouched():
-    args = fp8_case()
+def test_autograd_of_the_op_is_untouched(eight):
+    args = eight_bits_case()
     new = [t.detach().requires_grad_() for t in lora_leaves(args)]
     lora_linear(*with_lora_leaves(args, new))[0].sum().backward()
     assert all(t.grad is not None for t in new)
@@ -222,20 +237,24 @@ def traced(run, args, mode) -> list[str]:
         ("h100", "2.11.0", None),
         ("rtx3090", "2.13.0", ("fp8-gpu", "8.6")),
         ("rtx5090", "2.13.0", ("fp8-gpu", "12.0")),
+        ("t4", "2.13.0", ("fp8-gpu", "7.5")),
     ],
 )
-def test_which_gpus_take_it(card, version, reason, monkeypatch):
-    monkeypatch.setattr(fp8, "has_triton", lambda: True)
+def test_which_gpus_take_it(eight, card, version, reason, monkeypatch):
+    monkeypatch.setattr(eight_bits, "has_triton", lambda: True)
     monkeypatch.setattr(known_bugs, "installed", lambda package: known_bugs.TorchVersion(version))
     with FakeTensorMode(), acting_as(card):
-        refused = fp8.refuse(torch.empty(4, 64, dtype=torch.bfloat16, device="cuda"), [32])
-    assert refused is None if reason is None else (refused.code == reason[0] and reason[1] in refused.detail)
+        refused = eight.refuse(torch.empty(4, 64, dtype=torch.bfloat16, device="cuda"), [32])
+    reason = reason if eight is FP8 else ("gpu-without-bfloat16", "") if card == "t4" else None
+    assert refused is None if reason is None else (refused.code == reason[0] and reason[1] in str(refused))
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_on_a_gpu_siblings_are_one_product_each_way(nested):
+def test_on_a_gpu_siblings_are_one_product_each_way(eight, nested):
     """Traced for fake GPU tensors, which needs none: torch's own shape rules of the scaled product hold."""
     pytest.importorskip("triton")
+    if eight is INT8 and nested and not torch.cuda.is_available():
+        pytest.skip("a torch without CUDA looks up no values of fake tensors there")
     k, sizes, ranks = 128, [64, 32, 32], [8, 8, 4]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
@@ -258,9 +277,9 @@ def test_on_a_gpu_siblings_are_one_product_each_way(nested):
         (lora_linear, [x, [], weights, [], a, b, [1.0] * 3, torch.float32]),
     ):
         for names, products in (
-            (traced(fp8_provider(op).run, args, mode), 1),  # x A^T
-            (traced(fp8_provider(op.backward_op).run, [grad, *args, xa], mode), 3),  # dY B, dA, dB
+            (traced(provider_in(op, eight.name).run, args, mode), 1),  # x A^T
+            (traced(provider_in(op.backward_op, eight.name).run, [grad, *args, xa], mode), 3),  # dY B, dA, dB
         ):
-            assert names.count("aten._scaled_mm.default") == 1
+            assert names.count("aten._scaled_mm.default") == (eight is FP8) and "aten._int_mm.default" not in names
             launches = names.count("triton_kernel_wrapper_functional") - products
-            assert launches == 2 + len(sizes)  # rows, adapter, one weight after the other
+            assert launches == 2 + len(sizes)  # rows, one weight after the other; adapter, or the product

@@ -1,4 +1,4 @@
-"""`optimize(model, precision="fp8")`: training goes as in bf16, only what was asked for changes, and the report says what did not."""
+"""`optimize(model, precision=...)` in 8 bits: training goes as in bf16, only what was asked for changes, and the report says what did not."""
 
 import copy
 
@@ -7,6 +7,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
+from tests.support.batches import padded
 from tests.support.notes import find, has
 from tunecompile.compiler.partitioner import Lowering
 from tunecompile.compiler.pass_manager import Context
@@ -15,6 +16,7 @@ from tunecompile.passes import PIPELINE
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
+eights = pytest.mark.parametrize("precision", ["fp8", "int8"])
 PRECISION = ("not-in-precision", "products-not-in-precision", "region-not-in-precision")
 
 
@@ -35,42 +37,71 @@ def curve(model, steps: int = 12, lr: float = 1e-2) -> list[float]:
     return losses
 
 
+@eights
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.slow
-def test_losses_fall_along_those_of_bf16(quantized):
+def test_losses_fall_along_those_of_bf16(quantized, precision):
     if quantized:
         pytest.importorskip("bitsandbytes")
     base = tiny(quantized)
-    ours = tunecompile.optimize(copy.deepcopy(base), precision="fp8", executor="eager")
+    ours = tunecompile.optimize(copy.deepcopy(base), precision=precision, executor="eager")
     theirs = tunecompile.optimize(copy.deepcopy(base), executor="eager")
-    fp8, bf16 = curve(ours), curve(theirs)
-    assert fp8[0] != bf16[0] and fp8[-1] < fp8[0] - 0.3
-    assert max(abs(f - b) for f, b in zip(fp8, bf16)) < 0.05 * (bf16[0] - bf16[-1])
+    reduced, bf16 = curve(ours), curve(theirs)
+    assert reduced[0] != bf16[0] and reduced[-1] < reduced[0] - 0.3
+    assert max(abs(f - b) for f, b in zip(reduced, bf16)) < 0.05 * (bf16[0] - bf16[-1])
     providers = tunecompile.report(ours).regions[0].providers
-    assert providers["lora_linear: fp8"] == providers["lora_linear_backward: fp8"] == 4  # q|k|v, o, gate|up, down
-    assert not any("fp8" in name for name in tunecompile.report(theirs).regions[0].providers)
+    assert (
+        providers[f"lora_linear: {precision}"] == providers[f"lora_linear_backward: {precision}"] == 4
+    )  # q|k|v, o, gate|up, down
+    assert not any(precision in name for name in tunecompile.report(theirs).regions[0].providers)
     assert not find(ours, *PRECISION), tunecompile.report(ours)
 
 
-def test_gradients_point_where_those_of_bf16_point():
+@eights
+def test_gradients_point_where_those_of_bf16_point(precision):
     base = tiny()
     ours, theirs = (
         zoo.step(m, zoo.batch(), torch.bfloat16)[1]
-        for m in (tunecompile.optimize(copy.deepcopy(base), precision="fp8", executor="eager"), base)
+        for m in (tunecompile.optimize(copy.deepcopy(base), precision=precision, executor="eager"), base)
     )
     assert set(ours) == set(theirs)
     for name, gradient in theirs.items():
         assert torch.cosine_similarity(ours[name].flatten().double(), gradient.flatten().double(), dim=0) > 0.97, name
 
 
+@eights
 @pytest.mark.slow
-def test_checkpointing_and_dropout():
+def test_checkpointing_and_dropout(precision):
     model = tiny(lora_dropout=0.1)
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
-    losses = curve(tunecompile.optimize(model, precision="fp8", executor="eager"))
+    losses = curve(tunecompile.optimize(model, precision=precision, executor="eager"))
     assert losses[-1] < losses[0] - 0.3
-    assert any("lora_linear: fp8" in region.providers for region in tunecompile.report(model).regions)
+    assert any(f"lora_linear: {precision}" in region.providers for region in tunecompile.report(model).regions)
+
+
+def test_a_model_in_fp16_takes_what_gives_fp16():
+    model = tunecompile.optimize(tiny().half(), precision="8bit", executor="eager")
+    zoo.step(model, zoo.batch())
+    report = tunecompile.report(model)
+    assert report.regions[0].providers["lora_linear: int8"] == 4 and not find(model, *PRECISION), report
+
+
+@eights
+@pytest.mark.parametrize("memory", [None, "24MiB"])
+def test_rows_without_their_padding_also_in_a_budget(memory, precision):
+    """Whatever form a step has, what is frozen is in 8 bits: beside bf16 of the same batch."""
+    base, batch = tiny(), padded(rows=6, length=48)
+    ours, theirs = (
+        tunecompile.optimize(copy.deepcopy(base), precision=each, memory=memory, executor="eager")
+        for each in (precision, None)
+    )
+    for _ in range(2):
+        (loss, got), (expected, wanted) = (zoo.step(model, batch, torch.bfloat16) for model in (ours, theirs))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-2) and loss != expected
+        assert max(zoo.errors(got, wanted).values()) < 0.3
+    report = tunecompile.report(ours)
+    assert report.regions[0].providers[f"lora_linear: {precision}"] == 4 and not find(ours, *PRECISION), report
 
 
 def test_a_model_in_fp32_runs_as_it_is_and_the_report_says_why():
@@ -107,5 +138,7 @@ def test_an_unknown_precision_is_refused(given):
 
 
 def test_caches_tell_precisions_apart():
-    uuids = {Lowering(PIPELINE, Context("r", precision=precision)).uuid() for precision in (None, "fp8")}
-    assert len(uuids) == 2
+    uuids = {
+        Lowering(PIPELINE, Context("r", precision=precision)).uuid() for precision in (None, "fp8", "int8", "8bit")
+    }
+    assert len(uuids) == 4

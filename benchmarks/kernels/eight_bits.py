@@ -1,7 +1,7 @@
-"""FP8 products of the 8B shapes at 8,192 tokens: what scales, accumulation and the adapter's columns cost, and what makes the operands.
+"""Products in 8 bits of the 8B shapes at 8,192 tokens: what scales, accumulation and the adapter's columns cost, and what makes the operands.
 
-Decides, for tunecompile/ops/fp8.py: scales by tensor or by row, fast accumulation or not, the width rows are padded to, who
-quantises. Products beside bf16's; the error is that of the product of the same FP8 values (accumulation and output rounding only).
+Decides, for tunecompile/ops/eight_bits.py: scales by tensor or by row, fast accumulation or not, the width rows are padded to, who
+quantises; for templates/int8_product.py: tiles. Products beside bf16's; the error is that of the product of the same FP8 values (accumulation and output rounding only).
 """
 
 import sys
@@ -13,11 +13,23 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installati
 
 from benchmarks._harness import DEVICE, INDUCTOR, TEMPLATE, compiled, main, packed_nf4, randn, relative_error
 from tunecompile.ops.nf4 import CODES
-from tunecompile.templates import fp8
+from tunecompile.templates import eight_bits, int8_product
 from tunecompile.templates._tiles import Tile
 
 T, RANK, E4M3 = 8192, 16, torch.float8_e4m3fn
 WEIGHT_SCALE = 1e-2
+INT8_TILES = [  # columns, rows, warps, stages, step
+    Tile(columns, rows, warps, stages, step)
+    for columns, rows, warps, stages, step in (
+        (256, 128, 8, 3, 128),
+        (256, 128, 8, 4, 64),
+        (128, 256, 8, 4, 128),
+        (128, 128, 8, 4, 128),
+        (128, 128, 4, 4, 128),
+        (128, 128, 8, 3, 128),
+        (256, 64, 4, 4, 128),
+    )
+]
 SHAPES = {  # product -> (columns out, what is summed, ranks of its siblings)
     "qkv": (6144, 4096, 48),
     "o": (4096, 4096, 16),
@@ -41,20 +53,35 @@ def operands(n, k, ranks):
         xa, b = randn(T, ranks, seed=seed, dtype=torch.float32), randn(n, ranks, seed=seed, dtype=torch.float32) * 1e-3
         made = {
             width: (
-                *fp8.quantize_rows(x, xa if width > k else None, width),
+                *eight_bits.quantize_rows(x, xa if width > k else None, width),
                 *weight(w, b if width > k else None, width),
             )
             for width in {k, *(pad(k + 3 * ranks, to) for to in (16, 128))}
         }
+        made["int8"] = (*eight_bits.quantize_rows(x, None, k, torch.int8), *int8_weight(w, k))
         return x, w, xa, b, made
 
     return make
 
 
 def weight(w, b, width):
-    out, scale = fp8.begin_weight(w.abs().amax().float(), b, w.shape[0], w.shape[1], width)
-    fp8.write_dense(w, scale, out)
+    out, scale = eight_bits.begin_weight(w.abs().amax().float(), b, w.shape[0], w.shape[1], width)
+    eight_bits.write_dense(w, scale, out)
     return out, scale
+
+
+def int8_weight(w, width):
+    scale = w.abs().amax(1).float() / 127
+    out = torch.zeros(w.shape[0], width, dtype=torch.int8, device=DEVICE)
+    eight_bits.write_dense(w, scale, out)
+    return out, scale
+
+
+def in_int8(tile=None):
+    def product(x, w, xa, b, made):
+        return int8_product.product(*made["int8"], xa, b, torch.bfloat16, tile=tile)
+
+    return product
 
 
 def by_row(width, fast):
@@ -117,7 +144,7 @@ def nf4_to_fp8(n, k, transposed, **options):
     scale = torch.full((1, rows), WEIGHT_SCALE, device=DEVICE)
 
     def write(packed, absmax, code, outer, offset):
-        fp8.write_nf4(
+        eight_bits.write_nf4(
             packed,
             absmax,
             (n, k),
@@ -147,6 +174,10 @@ def products(bench):
         }
         systems |= {f"by row, fast, adapter in K to {to}: +{w - k}": by_row(w, True) for to, w in widths.items()}
         systems[f"by row, slow, adapter in K to 128: +{widths[128] - k}"] = by_row(widths[128], False)
+        systems |= {"INT8": in_int8()} | bench.tiles(lambda: {f"INT8, {tile}": in_int8(tile) for tile in INT8_TILES})
+        systems["INT8, cuBLAS's sums alone"] = lambda x, w, xa, b, made: torch._int_mm(
+            made["int8"][0], made["int8"][2].t()
+        )
         bench(f"{case}: {n}x{k}", systems, operands(n, k, ranks), bytes=T * k + n * k + 2 * T * n, flops=2 * T * n * k)
 
 
@@ -163,7 +194,7 @@ def errors(bench):
 
         def small(seed):
             return (
-                *fp8.quantize_rows(randn(512, k, seed=seed), None, k),
+                *eight_bits.quantize_rows(randn(512, k, seed=seed), None, k),
                 *weight(randn(1024, k, seed=seed + 9), None, k),
             )
 
@@ -198,7 +229,7 @@ def quantise(bench):
         width = pad(k + 3 * ranks, 128)
 
         def template(x, extra, width=width, **options):
-            return fp8.quantize_rows(x, extra, width, **options)
+            return eight_bits.quantize_rows(x, extra, width, **options)
 
         bench(
             f"quantise {tokens} rows of {k}",
@@ -285,7 +316,7 @@ def write(bench):
         )
 
         def template(w, transposed=transposed, out=out, scales=scales):
-            fp8.write_dense(w.t() if transposed else w, scales, out)
+            eight_bits.write_dense(w.t() if transposed else w, scales, out)
             return out[:, : out.shape[1] - 128]
 
         name = "bf16 to FP8, transposed" if transposed else "bf16 to FP8"
@@ -315,7 +346,10 @@ def write(bench):
 
     bench(
         f"adapter's columns beside {2 * n}x{k}",
-        {INDUCTOR: compiled(adapter), TEMPLATE: lambda b, largest: fp8.begin_weight(largest, b, 2 * n, k, k + 128)},
+        {
+            INDUCTOR: compiled(adapter),
+            TEMPLATE: lambda b, largest: eight_bits.begin_weight(largest, b, 2 * n, k, k + 128),
+        },
         lambda s: (randn(2 * n, 2 * RANK, seed=s, dtype=torch.float32), torch.ones((), device=DEVICE)),
         bytes=2 * n * (128 + 8 * RANK),
         check=lambda v, r: relative_error(v[0][:, -128:].float(), r[0][:, -128:].float()),
@@ -332,4 +366,4 @@ def run(bench):
 
 
 if __name__ == "__main__":
-    main({"fp8": run})
+    main({"eight_bits": run})

@@ -1,0 +1,102 @@
+"""What 8 bits do to a training: the demo's model and data in bf16, FP8 and INT8, several seeds, held-out losses. One JSON.
+
+    python benchmarks/steps/eight_bits.py --out benchmarks/results/eight-bits-smollm2-135m-qlora.json     # 3 minutes on an H100
+    python benchmarks/steps/eight_bits.py --steps 2 --seeds 1 --batch 2 --every 1 --held-out 4            # does it run?
+
+Seeds draw other adapters and other orders of rows; held-out rows are the same. They are judged in the system's own precision. The model is
+looked for in TUNECOMPILE_CACHE, and fetched into it (`make demo` does the same).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
+
+from benchmarks._jobs import DEVICE
+from benchmarks._results import write
+from tunecompile.cli.compare import data, demo, loops, models
+from tunecompile.cli.compare.machine import header
+from tunecompile.cli.compare.spec import Job
+from tunecompile.cli.compare.tasks import held_out_loss
+
+SYSTEMS = ("tunecompile", "tunecompile-fp8", "tunecompile-int8")
+ROWS = Path(__file__).parents[1] / "data" / "wordnet.jsonl"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--every", type=int, default=40, help="steps between held-out losses")
+    parser.add_argument("--held-out", type=int, default=96, help="rows")
+    parser.add_argument("--mode", default="qlora", choices=("qlora", "lora"))
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no training is begun after so many")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def train(job: Job, every: int) -> dict[str, Any]:
+    """One training: the row of its result."""
+    begin, tokenizer = time.monotonic(), models.load_tokenizer(job)
+    split = data.split_rows(data.read_rows(str(job.data)), tokenizer, job)
+    held_out = data.held_out_batches(split.held_out, tokenizer, job)
+    model = models.apply_system(models.load_model(job), job).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=job.lr, weight_decay=0.0)
+    curve, losses = [(0, held_out_loss(model, held_out, job))], []
+    for step, batch in enumerate(data.make_batches(split.train, tokenizer, job, job.steps), 1):
+        with models.precision(job):
+            loss = loops.loss_of(model, loops.to_device(batch, job.device), job)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+        if step % every == 0:
+            curve.append((step, held_out_loss(model, held_out, job)))
+    return {
+        "system": job.system,
+        "model": demo.NAME,
+        "mode": job.mode,
+        "shape": f"{job.batch}x~{demo.LENGTH}",
+        "seed": job.draw,
+        "steps": job.steps,
+        "status": "ok",
+        "held_out": curve,
+        "losses": torch.stack(losses).tolist(),
+        "wall_s": time.monotonic() - begin,
+    }
+
+
+def main() -> int:
+    given, begin = parse_arguments(), time.monotonic()
+    cache = demo.cache_folder()
+    rows = dict(data=str(ROWS), batch=given.batch, seq_len=demo.LENGTH, pad_to=demo.LENGTH, too_long="drop")
+    how = dict(mode=given.mode, trainer="loop", steps=given.steps, lr=5e-4, device=DEVICE, dtype="bfloat16")
+    job = Job("hf", str(demo.fetch_model(cache)), held_out=given.held_out, **rows, **how)
+    result: dict[str, Any] = {**header(), "runs": []}
+    todo = [(seed, system) for seed in range(given.seeds) for system in given.systems.split(",")]
+    for number, (seed, system) in enumerate(todo, 1):
+        if time.monotonic() - begin > given.seconds:
+            break
+        row = train(job.replace(system=system, repeat=seed), given.every)
+        result["runs"].append(row)
+        print(
+            f"{system}, seed {seed}, {row['wall_s']:.0f} s:",
+            *(f"{loss:.4f}" for _, loss in row["held_out"]),
+            flush=True,
+        )
+        if given.out:
+            write(given.out, result, [f"{other}, seed {seed}" for seed, other in todo[number:]])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
