@@ -1,7 +1,7 @@
 """The measured tables and pictures of the README and of the docs, made from the results beside this file.
 
     python benchmarks/report.py            # print the README's table
-    python benchmarks/report.py --write    # put every table into its page, and draw speed.svg and memory.svg
+    python benchmarks/report.py --write    # put every table into its page, and draw the pictures
     python benchmarks/report.py --check    # exit with 1 where a page is not what --write makes of it
 
 A page says where a table goes by two comments; what stands between them is replaced:
@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests load this file by its path
 from report_cards import render_cards
+from report_eight_bits import draw_eight_bits, render_curves, render_errors
 from report_support import (
     render_architectures,
     render_families,
@@ -78,6 +79,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "verified": render_verified,
     "families": render_families,
     "shapes": render_shapes,
+    "curves": render_curves,
+    "errors": render_errors,
     "speedups": render_speedups,
     "scaling": render_scaling,
     "kernels": lambda: render_kernels(load_one(KERNELS)),
@@ -189,6 +192,7 @@ def main() -> int:
     draw(load_results(), IMAGES / "speed.svg")
     if (budgets := load_one(BUDGETS)) is not None:
         draw_budgets(budgets, IMAGES / "memory.svg")
+    draw_eight_bits(IMAGES / "eight-bits.svg")
     return 0
 
 

@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parent / "results"
 KERNELS, BUDGETS = "kernels.json", "budgets.json"  #: what benchmarks/kernels and benchmarks/steps/budgets.py measured
 #: files that do not compare training steps of several systems begin with one of these
 APART = ("longest", "cards", "peaks", "verified", "batches", "families", "speedups", "support", "suite")
-APART += ("scaling", "architectures", "shapes", "trainers", "generation", "vision", "first-loss", "run-")
+APART += ("scaling", "architectures", "shapes", "trainers", "generation", "vision", "first-loss", "run-", "eight-bits")
 NAMES = {
     "hf": "HF + PEFT",
     "hf-checkpoint": "HF + PEFT, checkpointing",
@@ -25,6 +25,7 @@ NAMES = {
     "unsloth-padding-free": "Unsloth, padding-free, checkpointing off",
     "tunecompile": "**tunecompile**",
     "tunecompile-fp8": "**tunecompile, FP8**",
+    "tunecompile-int8": "**tunecompile, INT8**",
 }
 ENGINES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero3": "ZeRO-3", "device_map": "device_map", "alone": "none, each alone"}
 PEERS = ("Liger", "Unsloth", "bitsandbytes")

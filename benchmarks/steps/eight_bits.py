@@ -3,16 +3,21 @@
     python benchmarks/steps/eight_bits.py --out benchmarks/results/eight-bits-smollm2-135m-qlora.json     # 3 minutes on an H100
     python benchmarks/steps/eight_bits.py --steps 2 --seeds 1 --batch 2 --every 1 --held-out 4            # does it run?
 
-Seeds draw other adapters and other orders of rows; held-out rows are the same. They are judged in the system's own precision. The model is
+    python benchmarks/steps/eight_bits.py --seeds 0 --batch 24 --out ...       # the errors of gradients alone: minutes on a CPU
+
+Errors of gradients are those of one step with small random adapters, against fp32 (fp64 without a GPU). Seeds draw other adapters and other orders of rows; held-out rows are the same. They are judged in the system's own precision. The model is
 looked for in TUNECOMPILE_CACHE, and fetched into it (`make demo` does the same).
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,10 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installati
 
 from benchmarks._jobs import DEVICE
 from benchmarks._results import write
-from tunecompile.cli.compare import data, demo, loops, models
+from tunecompile.cli.compare import data, demo, gradients, loops, models
 from tunecompile.cli.compare.machine import header
-from tunecompile.cli.compare.spec import Job
+from tunecompile.cli.compare.spec import REFERENCE, Job
 from tunecompile.cli.compare.tasks import held_out_loss
+from tunecompile.verification.tolerance import compare_gradients
 
 SYSTEMS = ("tunecompile", "tunecompile-fp8", "tunecompile-int8")
 ROWS = Path(__file__).parents[1] / "data" / "wordnet.jsonl"
@@ -75,14 +81,35 @@ def train(job: Job, every: int) -> dict[str, Any]:
     }
 
 
+def errors_by_layer(job: Job, systems: list[str]) -> dict[str, list[float]]:
+    """The error of each layer's median gradient, by system, on one batch of held-out rows."""
+    tokenizer, dumped = models.load_tokenizer(job), {}
+    rows = data.split_rows(data.read_rows(str(job.data)), tokenizer, job).held_out
+    batch = data.collate_rows(rows[: job.batch], tokenizer, job)
+    with tempfile.TemporaryDirectory() as folder:
+        for system in (REFERENCE, *systems):
+            own, path = job.replace(system=system), f"{folder}/{system}.pt"
+            gradients.dump_gradients(models.apply_system(models.load_model(own), own).train(), batch, own, path)
+            dumped[system] = torch.load(path, weights_only=True)["gradients"]
+    found = {}
+    for system in systems:
+        layers: dict[int, list[float]] = {}
+        for row in compare_gradients(dumped[REFERENCE], dumped[systems[0]], dumped[system], torch.bfloat16):
+            layers.setdefault(int(re.findall(r"layers\.(\d+)\.", row["parameter"])[0]), []).append(row["error"])
+        found[system] = [median(layers[layer]) for layer in sorted(layers)]
+        print(f"{system}, error by layer:", *(f"{error:.3f}" for error in found[system]), flush=True)
+    return found
+
+
 def main() -> int:
     given, begin = parse_arguments(), time.monotonic()
     cache = demo.cache_folder()
     rows = dict(data=str(ROWS), batch=given.batch, seq_len=demo.LENGTH, pad_to=demo.LENGTH, too_long="drop")
     how = dict(mode=given.mode, trainer="loop", steps=given.steps, lr=5e-4, device=DEVICE, dtype="bfloat16")
     job = Job("hf", str(demo.fetch_model(cache)), held_out=given.held_out, **rows, **how)
-    result: dict[str, Any] = {**header(), "runs": []}
-    todo = [(seed, system) for seed in range(given.seeds) for system in given.systems.split(",")]
+    systems = given.systems.split(",")
+    result: dict[str, Any] = {**header(), "runs": [], "errors_by_layer": errors_by_layer(job, systems)}
+    todo = [(seed, system) for seed in range(given.seeds) for system in systems]
     for number, (seed, system) in enumerate(todo, 1):
         if time.monotonic() - begin > given.seconds:
             break
@@ -95,6 +122,8 @@ def main() -> int:
         )
         if given.out:
             write(given.out, result, [f"{other}, seed {seed}" for seed, other in todo[number:]])
+    if given.out and not todo:
+        write(given.out, result)
     return 0
 
 

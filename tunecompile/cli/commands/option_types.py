@@ -21,7 +21,8 @@ Systems = Annotated[
     str,
     typer.Option(
         help="Comma-separated: eager, compile, liger, unsloth, tunecompile, tunecompile-fp8, tunecompile-int8, and "
-        "-checkpoint variants. The table shows their versions. A system that is not installed is a row that says how to install it."
+        "-checkpoint variants. The table shows their versions. A system that is not installed is a row that says how "
+        "to install it."
     ),
 ]
 Out = Annotated[Path, typer.Option(help="Folder for report.html, report.md and report.json.")]
