@@ -58,7 +58,7 @@ TABLE: dict[str, tuple[TileRow, ...]] = {
     # size: columns of the product. `rows` x `block` of it a program, `step` of the inner dimension at a time.
     "int8_product": (
         TileRow(Tile(256, rows=128, num_warps=8, num_stages=4, step=128), shared=LARGE),
-        TileRow(Tile(256, rows=128, num_warps=8, num_stages=3, step=64)),
+        TileRow(Tile(128, rows=128, num_warps=8, num_stages=3, step=64)),
     ),
     # size: vocabulary. 32 warps make one program fill an SM, so that the rows in flight (132 x 256 KB) stay in L2 and
     # the second pass over a row does not go to memory again.
