@@ -5,7 +5,7 @@
 
     python benchmarks/steps/eight_bits.py --seeds 0 --batch 24 --out ...       # the errors of gradients alone: minutes on a CPU
 
-Errors of gradients are those of one step with small random adapters, against fp32 (fp64 without a GPU). Seeds draw other adapters and other orders of rows; held-out rows are the same. They are judged in the system's own precision. The model is
+Errors of gradients are those of one step with small random adapters, against fp32. Seeds draw other adapters and other orders of rows; held-out rows are the same. They are judged in the system's own precision. The model is
 looked for in TUNECOMPILE_CACHE, and fetched into it (`make demo` does the same).
 """
 
