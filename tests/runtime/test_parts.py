@@ -102,10 +102,10 @@ def test_which_forwards_are_training_steps(training, gradients):
     fresh = (step.active, step.entered, step.batches, step.in_eval, step.outer, step.transformed)
     assert fresh == (False, False, 0, False, False, False)
     with torch.set_grad_enabled(gradients):
-        step.enter(owner, mode_of_step(read_facts(owner, True, (), {})))
+        step.enter(owner, mode_of_step(read_facts(owner, (), {})))
     assert step.active is (training and gradients) and step.in_eval is (gradients and not training)
     assert (step.entered, step.batches, step.outer, step.transformed) == (True, 1, False, False)
-    torch.func.vmap(lambda x: step.enter(owner, mode_of_step(read_facts(owner, True, (), {}))) or x)(torch.ones(2))
+    torch.func.vmap(lambda x: step.enter(owner, mode_of_step(read_facts(owner, (), {}))) or x)(torch.ones(2))
     assert not step.active and step.transformed and step.batches == 2
 
 

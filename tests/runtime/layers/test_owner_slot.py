@@ -26,7 +26,7 @@ class Owner(nn.Module):
 class Decides:
     """In the place of decisions on padding."""
 
-    takes_cache, flat = True, True
+    flat = True
 
     def __init__(self, recovery=None):
         self.owner, self.step = Owner(), Step(recovery=recovery)

@@ -73,7 +73,7 @@ def test_what_is_read_of_a_call(training, gradients, elsewhere):
     owner, asked = Owner().train(training), []
 
     def read(**kwargs):
-        return read_facts(owner, True, (1,), kwargs, elsewhere, lambda: asked.append(1) or True)
+        return read_facts(owner, (1,), kwargs, elsewhere, lambda: asked.append(1) or True)
 
     with torch.set_grad_enabled(gradients):
         found, generates = read(use_cache=False), read(use_cache=True)
@@ -86,5 +86,5 @@ def test_what_is_read_of_a_call(training, gradients, elsewhere):
 def test_what_others_trace_is_none_of_ours(monkeypatch):
     monkeypatch.setattr(module, "others_trace", lambda: True)
     with torch.no_grad():
-        found = read_facts(Owner(), True, (1,), {"use_cache": False})
+        found = read_facts(Owner(), (1,), {"use_cache": False})
     assert found.traced and not found.scores and mode_of_step(found) is EAGER

@@ -290,16 +290,16 @@ def test_masks_are_recorded_where_all_layers_may_take_documents(monkeypatch):
 def test_forwards_whose_scores_are_compared():
     owner = Owner(use_cache=True)
     with torch.no_grad():
-        assert not scores(owner, True, (1,), {}), "it makes a cache"
-        assert scores(owner, True, (1,), {"use_cache": False}) and scores(owner, False, (1, 2, 3, 4), {})
-        assert not scores(owner, True, (1,), {"use_cache": False, "past_key_values": 1})
-        assert not scores(owner, True, (1, 2, 3), {"use_cache": False}), "which may be the cache"
+        assert not scores(owner, (1,), {}), "it makes a cache"
+        assert scores(owner, (1,), {"use_cache": False}) and scores(nn.Linear(1, 1), (1, 2, 3, 4), {})
+        assert not scores(owner, (1,), {"use_cache": False, "past_key_values": 1})
+        assert not scores(owner, (1, 2, 3), {"use_cache": False}), "which may be the cache"
         owner.config.use_cache = False
-        assert scores(owner, True, (1,), {}) and not scores(owner, True, (1,), {"use_cache": True})
-        assert not scores(owner.eval(), True, (1,), {})
-    assert not scores(owner.train(), True, (1,), {}), "gradients are on"
+        assert scores(owner, (1,), {}) and not scores(owner, (1,), {"use_cache": True})
+        assert not scores(owner.eval(), (1,), {})
+    assert not scores(owner.train(), (1,), {}), "gradients are on"
     with torch.inference_mode():
-        assert not scores(owner, True, (1,), {})
+        assert not scores(owner, (1,), {})
 
 
 def test_a_mask_of_rows_is_read_by_layers_that_know_documents(monkeypatch):

@@ -26,7 +26,7 @@ class OwnerSlot:
         if is_compiling():  # by others
             return call_original(owner, *args, **kwargs)
         evaluates = partial(self.evaluation.runs, args, kwargs)
-        facts = read_facts(owner, self.padding.takes_cache, args, kwargs, step.elsewhere, evaluates)
+        facts = read_facts(owner, args, kwargs, step.elsewhere, evaluates)
         mode = step.mode = mode_of_step(facts)
         if mode is Mode.EAGER or in_backward():  # a checkpoint repeats the owner's call
             self.padding.flat &= mode is not Mode.EAGER

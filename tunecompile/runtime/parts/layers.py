@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from tunecompile.runtime.layers.owner_slot import OwnerSlot
 from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.model_state import ModelCall, Part, State
 from tunecompile.runtime.parts.first_step import FirstStepCheck
-from tunecompile.runtime.step.facts import facts_without_call, read_facts
+from tunecompile.runtime.step.facts import facts_without_call, read_facts, takes_cache
 from tunecompile.runtime.step.mode import Mode, mode_of_step
 from tunecompile.runtime.step.state import NotCopied
 from tunecompile.runtime.watch.module_watch import TURNS
@@ -135,7 +134,6 @@ class EntryHook(NotCopied):
         self.entered = False  #: whether the owner was ever called
         self.trained = False  #: and whether in a training step
         self.told = False  #: whether the first step's calls were looked at
-        self.takes_cache = "use_cache" in inspect.signature(owner.forward).parameters
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
         """kwargs: None where the hook was taken out while it ran."""
@@ -147,7 +145,7 @@ class EntryHook(NotCopied):
         if isinstance(slot_of(module), OwnerSlot):  # which has decided
             self._enter(step.mode)
         else:
-            self._enter(mode_of_step(read_facts(module, self.takes_cache, args, kwargs or {}, step.elsewhere)))
+            self._enter(mode_of_step(read_facts(module, args, kwargs or {}, step.elsewhere)))
         if not step.active:
             for budget in step.budgets if not step.elsewhere and step.mode is not Mode.SCORE else ():
                 budget.pause()
@@ -198,7 +196,7 @@ class EntryHook(NotCopied):
         With one, transformers does not look for packed sequences in the positions: there the model goes on making it,
         so that sequences that see each other go on doing so.
         """
-        if kwargs is None or not self.takes_cache or len(args) > 2:
+        if kwargs is None or not takes_cache(module) or len(args) > 2:
             return None
         if kwargs.get("use_cache") is not None or gives_cache(kwargs):
             return None

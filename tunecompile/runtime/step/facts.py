@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,6 @@ from tunecompile.runtime.step.mode import StepFacts
 
 def read_facts(
     owner: nn.Module,
-    takes_cache: bool,
     args: tuple,
     kwargs: dict,
     elsewhere: bool = False,
@@ -24,7 +24,6 @@ def read_facts(
 
     Args:
         owner: of the layers.
-        takes_cache: whether its forward knows `use_cache`.
         args, kwargs: of the call.
         elsewhere: whether another thread trains.
         evaluates: of a forward in eval mode without gradients, whether it is an evaluation that can be compiled.
@@ -36,7 +35,7 @@ def read_facts(
         gradients,
         traced,
         elsewhere,
-        scores=forward and scores(owner, takes_cache, args, kwargs),
+        scores=forward and scores(owner, args, kwargs),
         evaluates=forward and not owner.training and evaluates(),
     )
 
@@ -46,15 +45,20 @@ def facts_without_call(module: nn.Module) -> StepFacts:
     return StepFacts(module.training, torch.is_grad_enabled(), others_trace())
 
 
-def scores(owner: nn.Module, takes_cache: bool, args: tuple, kwargs: dict) -> bool:
+def scores(owner: nn.Module, args: tuple, kwargs: dict) -> bool:
     """Whether this forward computes log-probabilities that are compared with those of training steps (a reference model
     in DPO, the old policy in GRPO): the same code has to compute them, or its rounding becomes part of the loss.
     Generation is recognised by its cache.
     """
     if not owner.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or others_trace():
         return False
-    if not takes_cache:
+    if not takes_cache(owner):
         return True
     asked = kwargs.get("use_cache")
     caches = getattr(getattr(owner, "config", None), "use_cache", True) if asked is None else asked
     return not caches and not gives_cache(kwargs) and len(args) < 3
+
+
+def takes_cache(owner: nn.Module) -> bool:
+    """Whether its forward knows `use_cache`."""
+    return "use_cache" in inspect.signature(owner.forward).parameters

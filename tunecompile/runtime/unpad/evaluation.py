@@ -19,6 +19,7 @@ from tunecompile._torch.modules import call_original
 from tunecompile.integrations import loss_caller
 from tunecompile.integrations.transformers import gives_cache, with_late_cache
 from tunecompile.notes import KINDS, Note, note
+from tunecompile.runtime.step.facts import takes_cache
 from tunecompile.runtime.step.mode import Mode
 from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad.owner_call import OwnerCall
@@ -58,7 +59,7 @@ class Evaluation(Unpadding):
         """Why a call for a loss runs by the model's own code."""
         if self.step.unverified:
             return note("not-verified-yet")
-        if not self.takes_cache:
+        if not takes_cache(self.owner):
             return None
         if kwargs.get("use_cache") or gives_cache(kwargs) or len(args) > 2:
             return note("cache-used")
@@ -68,7 +69,7 @@ class Evaluation(Unpadding):
     def _makes_cache(self, kwargs: dict) -> bool:
         """Whether the model's own code would make a cache that nobody requested."""
         by_default = getattr(getattr(self.owner, "config", None), "use_cache", False)
-        return self.takes_cache and kwargs.get("use_cache") is None and bool(by_default)
+        return takes_cache(self.owner) and kwargs.get("use_cache") is None and bool(by_default)
 
     def _compiled(self, args: tuple, kwargs: dict) -> Any:
         keeps = note("logits-read") if loss_caller.logits_are_wanted() else None

@@ -58,8 +58,6 @@ class Unpadding(Batches):
         self.looks = LOOKS
         self.flattened = self.packed = self.whole = 0
         self.parameters = tuple(inspect.signature(owner.forward).parameters.values())
-        #: whether the owner's forward knows `use_cache`
-        self.takes_cache = any(parameter.name == "use_cache" for parameter in self.parameters)
         self.refused: Note | None = None  #: why no batch is flattened from now on
         #: calls that left out hidden states at padding, and whose results live: their logits may be read
         self.readable: list[PastCall] = []
