@@ -9,7 +9,6 @@ import torch
 from tests.support import zoo
 from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.unpad import decision, flat_batch, sizes
-from tunecompile.runtime.unpad.rounding import Rounding
 
 MULTIPLE = 64  #: in place of what kernels of a GPU are made for
 
@@ -20,7 +19,7 @@ def waited_for(monkeypatch, learns: bool = True) -> None:
     learns: without any clock.
     """
     if learns:
-        monkeypatch.setattr(Rounding, "_learn", lambda self, tokens: setattr(self, "waits", 1 << 30))
+        monkeypatch.setattr(sizes.SizesSeen, "learn", lambda self, tokens: setattr(self, "waits", 1 << 30))
     for module in (flat_batch, sizes):
         monkeypatch.setattr(module, "multiple_on", lambda device: MULTIPLE)
 

@@ -22,7 +22,7 @@ from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.image_bounds import ImageBounds, read_bounds
 from tunecompile.runtime.unpad.owner_call import OwnerCall
-from tunecompile.runtime.unpad.rounding import Rounding
+from tunecompile.runtime.unpad.rounding.rounding import Rounding
 
 tf = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -225,12 +225,12 @@ def test_calls_whose_patches_are_filled_up(monkeypatch):
     waited_for(monkeypatch)
     layer, watch = nn.Linear(1, 1), SimpleNamespace(reason=lambda: None)
     made = Rounding(None, lambda: (layer,), watch, replay.GraphReplays())
-    made.towers[layer], made.waits = SimpleNamespace(of_images=True, mixes=None), 1 << 20
-    made.first = (8,)
+    made.patches.graphs[layer] = graph = SimpleNamespace(of_images=True, mixes=None)
+    made.sizes.first, made.sizes.waits = (8,), 1 << 20
     bounds, tower = torch.tensor([0, 4, 20], dtype=torch.int32), ImageBounds([], "bounds", None)
 
     def row(*sizes, call=None, **given):
-        return made._patches(call or OwnerCall({}), tower, (torch.randn(sizes),), {"bounds": bounds, **given})
+        return made.patches.batch_of(call or OwnerCall({}), tower, (torch.randn(sizes),), {"bounds": bounds, **given})
 
     for sizes in ((20, 3), (1, 20, 3)):
         found = row(*sizes)
@@ -243,9 +243,8 @@ def test_calls_whose_patches_are_filled_up(monkeypatch):
     call = OwnerCall({})
     assert row(20, 3, call=call).rows is row(20, 3, call=call).rows and call.sized
     assert row(1, 20, 3, call=call) is None, "blocks before it were given a row without that dimension"
-    mixes = note("mixes-tokens", detail="a mean")
-    made.towers[layer].mixes = mixes
-    assert row(20, 3) is None and made.kept is mixes
+    graph.mixes = note("mixes-tokens", detail="a mean")
+    assert row(20, 3) is None and made.kept is graph.mixes
 
 
 def test_a_row_that_is_filled_up_never_runs_by_the_layers_own_code():

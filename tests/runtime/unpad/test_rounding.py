@@ -17,11 +17,12 @@ from tests.support.rounding import Shapes, waited_for, whole
 from tunecompile.notes import note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.model_state import state_of
-from tunecompile.runtime.unpad import refusals, rounding
+from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.owner_call import OwnerCall
-from tunecompile.runtime.unpad.rounding import Rounding
-from tunecompile.runtime.unpad.sizes import PARTS, rounded_up
+from tunecompile.runtime.unpad.rounding import rounding
+from tunecompile.runtime.unpad.rounding.rounding import Rounding
+from tunecompile.runtime.unpad.sizes import PARTS, SizesSeen, rounded_up
 from tunecompile.runtime.watch.traced_graph import TracedGraph
 
 pytest.importorskip("transformers")
@@ -77,27 +78,32 @@ def test_the_first_size_stays_as_it_is(shapes):
 def test_sizes_whose_launches_are_waited_for(monkeypatch):
     """Of a GPU: until it is known that the device is busy with so many."""
     monkeypatch.undo()
-    made, gpu = Rounding(None, tuple, None, GraphReplays()), torch.device("cuda")
-    assert made._waits(40, gpu) and not made._waits(40, CPU), "nothing is recorded there"
-    made.replays.last_waits = lambda: True
-    made._learn(40)
-    assert made._waits(500, gpu) and made._waits(500, CPU), "of any larger size, too"
-    made.replays.last_waits = lambda: False
-    made._learn(45)
-    assert made._waits(44, gpu) and not made._waits(45, gpu)
-    made._learn(40)
-    assert not made._waits(40, gpu) and made._waits(39, gpu)
-    made.replays = None
-    assert not made._waits(39, gpu)
+    sizes, gpu = SizesSeen(GraphReplays()), torch.device("cuda")
+    sizes.first = (2, 9)
+
+    def pays(tokens, device):
+        return sizes.recording_pays((1, tokens), tokens, device)
+
+    assert pays(40, gpu) and not pays(40, CPU), "nothing is recorded there"
+    sizes.replays.last_waits = lambda: True
+    sizes.learn(40)
+    assert pays(500, gpu) and pays(500, CPU), "of any larger size, too"
+    sizes.replays.last_waits = lambda: False
+    sizes.learn(45)
+    assert pays(44, gpu) and not pays(45, gpu)
+    sizes.learn(40)
+    assert not pays(40, gpu) and pays(39, gpu)
+    sizes.replays = None
+    assert not pays(39, gpu)
 
 
 def test_launches_are_known_of_each_size_that_came_as_it_is(monkeypatch):
     monkeypatch.undo()
     made, layer = Rounding(None, tuple, None, GraphReplays()), nn.Linear(1, 1)
-    made.replays.last_waits = lambda: True
-    made.looked.add(layer)
+    made.sizes.replays.last_waits = lambda: True
+    made.attention.looked.add(layer)
     made.came(layer, (torch.randn(2, 30, 3),), {}, None)
-    assert made.waits == 60
+    assert made.sizes.waits == 60
 
 
 @pytest.mark.slow
@@ -106,21 +112,22 @@ def test_sizes_that_the_device_is_busy_with_run_by_the_graph_of_others(shapes, m
     monkeypatch.setattr(rounding, "LONG", 40)
     ours, plain = pair(lambda: zoo.make("llama"))
     follow(ours, plain, [20, 24])
-    state_of(ours).paddings[0].rounding.computes = 60
+    state_of(ours).paddings[0].rounding.sizes.computes = 60
     follow(ours, plain, [34, 29, 50])
     assert shapes.last(3) == [(1, 128, 64), (1, 64, 64), (2, 50, 64)]
     assert has(ours, "sizes-rounded", count=2) and has(ours, "whole-by-padded", count=1)
 
 
 def test_the_first_size_is_that_of_a_training_step():
-    made = Rounding(None, tuple, None, GraphReplays())
-    assert not made._is_other((2, 20))
-    made._came((2, 9), OwnerCall({}, trains=False))
-    assert made.first is None
+    sizes = SizesSeen(GraphReplays())
+    sizes.waits = 1 << 30
+    assert not sizes.recording_pays((2, 20), 40, CPU)
+    sizes.came((2, 9), trains=False)
+    assert sizes.first is None
     for size in ((2, 20), (2, 24)):
-        assert not made.apart
-        made._came(size, OwnerCall({}))
-    assert made.apart and made._is_other((2, 24)) and not made._is_other((2, 20))
+        assert not sizes.apart
+        sizes.came(size, trains=True)
+    assert sizes.apart and sizes.recording_pays((2, 24), 48, CPU) and not sizes.recording_pays((2, 20), 40, CPU)
 
 
 @pytest.mark.slow
@@ -194,7 +201,7 @@ def stays(shapes, ours, plain, lengths=LENGTHS[:5], reason=""):
 
 @pytest.mark.slow
 def test_launches_that_are_not_waited_for(shapes, monkeypatch):
-    monkeypatch.setattr(Rounding, "_learn", lambda self, tokens: None)
+    monkeypatch.setattr(SizesSeen, "learn", lambda self, tokens: None)
     stays(shapes, *pair(lambda: zoo.make("llama")))
 
 
@@ -269,7 +276,7 @@ def test_more_attention_of_documents_than_was_causal():
 def test_calls_that_are_not_rounded():
     layer, args = nn.Linear(1, 1), (torch.randn(2, 6, 3),)
     made = Rounding(None, lambda: (layer,), Watch(), GraphReplays())
-    made.first, made.waits = (2, 4), 1 << 30
+    made.sizes.first, made.sizes.waits = (2, 4), 1 << 30
     made.came(layer, args, {"attention_mask": None}, graph_with(attention=1))
 
     def batch(given=args, call=None, **kwargs):
@@ -310,7 +317,7 @@ def test_layers_that_a_mask_of_pairs_does_not_tell(graph):
     """Of attention that is not causal, of recurrences, of what other graphs of the layer have."""
     layer, args = nn.Linear(1, 1), (torch.randn(2, 6, 3),)
     made = Rounding(None, lambda: (layer,), Watch(), GraphReplays())
-    made.first, made.waits = (2, 4), 1 << 30
+    made.sizes.first, made.sizes.waits = (2, 4), 1 << 30
     made.came(layer, args, {"attention_mask": None}, graph)
     assert made.batch_of(OwnerCall({}, rounds=True), layer, args, {"attention_mask": None}) is None
 

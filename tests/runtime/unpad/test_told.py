@@ -7,7 +7,7 @@ from torch import nn
 
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.masks.given import place_of_mask
-from tunecompile.runtime.unpad.told import Told
+from tunecompile.runtime.unpad.rounding.told import Told
 
 CPU = torch.device("cpu")
 HIDDEN = torch.randn(2, 6, 4)

@@ -14,8 +14,9 @@ from tests.support.models import hybrids
 from tests.support.models.pairs import pair
 from tests.support.notes import fell_back, has
 from tests.support.rounding import Shapes, kernels_have_windows, whole
-from tunecompile.runtime.unpad import rounding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
+from tunecompile.runtime.unpad.rounding import rounding
+from tunecompile.runtime.unpad.rounding.attention import KnownAttention, WithoutMask, is_alike, switches_of
 from tunecompile.runtime.watch.traced_graph import TracedGraph
 
 pytest.importorskip("transformers")
@@ -118,7 +119,7 @@ def test_switches_that_were_turned_since(causal):
     """An attribute says whether attention is causal: what was learnt holds as long as it does."""
     layer, graph = nn.Linear(1, 1), TracedGraph((), True, causal=1 if causal else None, both_ways=None if causal else 1)
     layer.is_causal = causal
-    known = rounding.WithoutMask.of(layer)
+    known = WithoutMask(switches_of(layer))
     known.calls[("kind",)] = graph
     assert known.runs(("kind",)) is graph and known.runs(("other",)) is None
     layer.is_causal = not causal
@@ -130,13 +131,13 @@ def test_rows_see_as_far_as_they_did(both_ways):
     """As many calls see all tokens, or what stands before each, in both graphs."""
     whole = TracedGraph((), True, causal=None if both_ways else 1, both_ways=1 if both_ways else None)
     flat = TracedGraph((), True, by_documents=1)
-    assert rounding._is_alike(whole, flat, both_ways) and not rounding._is_alike(whole, flat, not both_ways)
-    assert not rounding._is_alike(whole, replace(flat, by_documents=2), both_ways)
+    assert is_alike(whole, flat, both_ways) and not is_alike(whole, flat, not both_ways)
+    assert not is_alike(whole, replace(flat, by_documents=2), both_ways)
 
 
 def test_graphs_that_no_padded_batch_ran_by():
     """A layer was changed since it was known how it attends without a mask."""
-    made, layer = rounding.Rounding(None, tuple, None, None), nn.Linear(1, 1)
+    made, layer = KnownAttention(None, tuple), nn.Linear(1, 1)
     graph, changed = TracedGraph((("attention",),), True), TracedGraph((("other attention",),), True)
     flat = replace(FlatBatch.of_whole_rows(2, 6, 0, CPU), joins=True)
     assert made.ran(layer, flat, (), {}, graph).code == "own-mask"

@@ -13,6 +13,7 @@ from tunecompile._torch.modules import slot_of
 from tunecompile.integrations import loss_caller
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.notes import Note, note
+from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.step.form import PADDED
 from tunecompile.runtime.step.of_thread import of_thread
 from tunecompile.runtime.step.rows_refused import RowsRefused
@@ -26,7 +27,7 @@ from tunecompile.runtime.unpad.masks.pairs import identity, version
 from tunecompile.runtime.unpad.masks.presume import AHEAD, Presumptions
 from tunecompile.runtime.unpad.owner_call import MaskDecision, OwnerCall
 from tunecompile.runtime.unpad.prefixes.search import PrefixSearch
-from tunecompile.runtime.unpad.rounding import Replays, Rounding
+from tunecompile.runtime.unpad.rounding.rounding import Rounding
 
 
 class Batches:
@@ -47,7 +48,7 @@ class Batches:
         owner: nn.Module,
         members: Callable[[], tuple[nn.Module, ...]],
         step: Step,
-        replays: Replays | None = None,
+        replays: GraphReplays | None = None,
     ):
         self.owner, self.members, self.step = owner, members, step
         self.watch = refusals.OwnerWatch(owner, members)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tunecompile._torch.modules import call_original
 from tunecompile.integrations.kernel_functions import BOUNDARIES
 from tunecompile.notes import Note, note
+from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.step.form import PACKED, PADDED
 from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.step.state import Step
@@ -30,7 +31,6 @@ from tunecompile.runtime.unpad.decision import refused_now
 from tunecompile.runtime.unpad.handed_on import is_seen
 from tunecompile.runtime.unpad.masks.recorder import compiled_parts, recorder_for
 from tunecompile.runtime.unpad.owner_call import OwnerCall, PastCall, hidden_of
-from tunecompile.runtime.unpad.rounding import Replays
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Unpadding(Batches):
         members: Callable[[], tuple[nn.Module, ...]],
         step: Step,
         head_is_called: Callable[[], bool] = lambda: True,
-        replays: Replays | None = None,
+        replays: GraphReplays | None = None,
     ):
         super().__init__(owner, members, step, replays)
         self.head_is_called = head_is_called
@@ -159,7 +159,7 @@ class Unpadding(Batches):
         """Whether whole rows share prefixes, under a mask that the model would leave out. (It makes one, so that layers
         are told of branches from the first batch on.)
         """
-        if call.prefixes is None or not self.rounding.is_causal() or self.watch.reason() is not None:
+        if call.prefixes is None or not self.rounding.attention.is_causal() or self.watch.reason() is not None:
             return False
         return call.prefixes.of_whole_rows() is not None
 
