@@ -14,13 +14,12 @@ from tunecompile._torch.fake_tensors import function_mode
 from tunecompile.integrations import loss_caller
 from tunecompile.runtime.layers import owner_slot
 from tunecompile.runtime.step.facts import scores
-from tunecompile.runtime.step.form import PACKED
 from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad import batches
 from tunecompile.runtime.unpad import decision as deciding
 from tunecompile.runtime.unpad import unpad as module
-from tunecompile.runtime.unpad.decision import AS_IT_COMES, UnpadDecision, decide, narrows
+from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, UnpadDecision, decide, narrows
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_padding, windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.masks.presume import AHEAD, Presumptions

@@ -22,10 +22,10 @@ from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, tensors_in
 from tunecompile.runtime.layers.force_grad import drop_graph
 from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.layers.unread_weights import unread
-from tunecompile.runtime.step.form import PACKED
 from tunecompile.runtime.step.mode import Mode, mode_again, mode_of_layer
 from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.step.state import Step
+from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
 from tunecompile.runtime.unpad.masks.one_form import in_one_form

@@ -14,12 +14,11 @@ from tunecompile.integrations import loss_caller
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.notes import Note, note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
-from tunecompile.runtime.step.form import PADDED
 from tunecompile.runtime.step.of_thread import of_thread
 from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad import refusals
-from tunecompile.runtime.unpad.decision import AS_IT_COMES, UnpadDecision, decide
+from tunecompile.runtime.unpad.decision import AS_IT_COMES, PADDED, UnpadDecision, decide
 from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
 from tunecompile.runtime.unpad.masks.given import bounds_in, is_given, mask_in, padding_in

@@ -1,9 +1,10 @@
 """Whether a batch reaches the layers without its padding: one value for each mask, read where the first layer is given
-it, and decided by `runtime.step.form`.
+it, and decided by a pure function of what it says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +16,14 @@ from tunecompile.integrations import context_parallel, loss_caller
 from tunecompile.integrations.registered.names import NAME
 from tunecompile.ir.op import HALF
 from tunecompile.notes import Note, note
-from tunecompile.runtime.step.form import PADDED, MaskFacts, form_of
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, MaskReading, read_mask, read_offsets, read_padding
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.masks.given import MASK
 from tunecompile.runtime.unpad.masks.pairs import PairMask
 from tunecompile.runtime.unpad.prefixes.search import Keys
 from tunecompile.runtime.unpad.refusals import OwnerWatch
+
+PADDED, PACKED = "padding-kept", "packing-kept"  #: codes of notes
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,43 @@ class UnpadDecision:
 
 
 AS_IT_COMES = UnpadDecision()
+
+
+@dataclass(frozen=True)
+class MaskFacts:
+    """What is known of a batch's mask, and of who reads the batch."""
+
+    understood: bool  #: whether it says where documents are, and nothing else
+    interrupted: bool = False  #: whether padding stands between tokens of a row
+    padded: bool = False  #: whether there is padding
+    labelled: bool = False  #: whether a label at padding would be read by a loss
+    #: whether it says nothing that layers do not know without it, or would not read from it: whole rows, of bools
+    needless: bool = False
+    narrows: bool = False  #: whether a kernel with its window computes fewer pairs
+    joins: bool = False  #: whether rows without padding run by the graph of padded ones
+    shares: bool = False  #: whether rows begin alike, and are computed as branches
+    keeps: Note | None = None  #: why nothing at padding may be left out: what the call, or its loss, is like
+    #: why hidden states have to stay as they are: a look at all modules; whether at heads, too
+    seen: Callable[[bool], Note | None] = lambda heads: None
+
+
+def decide_by(facts: MaskFacts, row: Callable[[], FlatBatch]) -> UnpadDecision:
+    """What happens to a batch, which `row` makes one row of documents.
+
+    The padded run computes hidden states at padding; without padding they are zero. So padding is removed only where
+    labels show that no loss reads them. A packed batch has no padding, and nothing is dropped.
+    """
+    if not facts.understood:
+        return UnpadDecision(None, note("row-interrupted" if facts.interrupted else "masks-not-understood"))
+    if facts.needless and not (facts.joins or facts.narrows or facts.shares):
+        return AS_IT_COMES
+    if facts.padded:
+        reason = facts.keeps or (note("labels-at-padding") if facts.labelled else facts.seen(True))
+    else:
+        reason = facts.seen(False)
+    if reason is None:
+        return UnpadDecision(row())
+    return AS_IT_COMES if facts.needless else UnpadDecision(None, reason, PADDED if facts.padded else PACKED)
 
 
 def decide(
@@ -78,12 +117,13 @@ def decide(
         keeps=refused or unknown,
         seen=lambda heads: watch.reason(model) if heads else watch.reason(),
     )
-    form = form_of(facts)
-    if found is None or not form.rows:
-        return UnpadDecision(None, form.reason, form.batches) if form.reason is not None else AS_IT_COMES
-    flat = FlatBatch.of(found) if shared is None else FlatBatch.of_shared(shared, found.real.shape, found.window)
-    flat.fills = MASK if mask.dim() == 1 else ""
-    return UnpadDecision(flat)
+
+    def row() -> FlatBatch:
+        flat = FlatBatch.of(found) if shared is None else FlatBatch.of_shared(shared, found.real.shape, found.window)
+        flat.fills = MASK if mask.dim() == 1 else ""
+        return flat
+
+    return decide_by(facts, row)
 
 
 def narrows(window: int, mask: Tensor) -> bool:

@@ -22,12 +22,11 @@ from tunecompile._torch.modules import call_original
 from tunecompile.integrations.kernel_functions import BOUNDARIES
 from tunecompile.notes import Note, note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
-from tunecompile.runtime.step.form import PACKED, PADDED
 from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.batches import Batches
-from tunecompile.runtime.unpad.decision import refused_now
+from tunecompile.runtime.unpad.decision import PACKED, PADDED, refused_now
 from tunecompile.runtime.unpad.handed_on import is_seen
 from tunecompile.runtime.unpad.masks.recorder import compiled_parts, recorder_for
 from tunecompile.runtime.unpad.owner_call import OwnerCall, PastCall, hidden_of

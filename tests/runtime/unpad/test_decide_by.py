@@ -5,17 +5,18 @@ from itertools import product
 import pytest
 
 from tunecompile.notes import note
-from tunecompile.runtime.step.form import PACKED, PADDED, Form, MaskFacts, form_of
+from tunecompile.runtime.unpad.decision import AS_IT_COMES, PACKED, PADDED, MaskFacts, decide_by
 
 KEEPS, HEAD, HOOK = note("no-labels"), note("head-mixes-tokens"), note("hook-on-all-modules")
+ROW = object()  #: of documents
 
 
 def seen(hook=None, head=None):
     return lambda heads: hook or (head if heads else None)
 
 
-def code(form: Form) -> str | None:
-    return form.reason and form.reason.code
+def decide(look=None, **facts):
+    return decide_by(MaskFacts(**{"understood": True, "seen": look or seen(), **facts}), lambda: ROW)
 
 
 @pytest.mark.parametrize(
@@ -39,12 +40,13 @@ def code(form: Form) -> str | None:
         (dict(needless=True, keeps=KEEPS), False, None, PADDED),
         (dict(needless=True, narrows=True), True, None, PACKED),
         (dict(needless=True, joins=True), True, None, PACKED),
-        (dict(needless=True, narrows=True, seen=seen(hook=HOOK)), False, None, PACKED),
+        (dict(needless=True, narrows=True, seen=seen(hook=HOOK)), False, None, PADDED),
     ],
 )
 def test_forms(facts, rows, reason, batches):
-    form = form_of(MaskFacts(**{"understood": True, **facts}))
-    assert (form.rows, code(form), form.batches) == (rows, reason, batches)
+    made = decide(**facts)
+    assert (made.flat, made.reason and made.reason.code) == (ROW if rows else None, reason)
+    assert rows or made.batches == batches
 
 
 def test_modules_are_looked_at_last():
@@ -56,7 +58,7 @@ def test_modules_are_looked_at_last():
         dict(needless=True),
     ):
         asked = []
-        form_of(MaskFacts(**{"understood": True, **facts}, seen=lambda heads, asked=asked: asked.append(heads)))
+        decide(asked.append, **facts)
         assert not asked, facts
 
 
@@ -64,6 +66,6 @@ def test_a_row_never_has_a_reason():
     bools = ("understood", "interrupted", "padded", "labelled", "needless", "narrows", "joins")
     for values in product((False, True), repeat=len(bools)):
         for keeps, look in product((None, KEEPS), (seen(), seen(HOOK), seen(None, HEAD))):
-            form = form_of(MaskFacts(**dict(zip(bools, values, strict=True)), keeps=keeps, seen=look))
-            assert not (form.rows and form.reason)
-            assert not form.rows or (form != Form() and values[0])
+            made = decide(look, **dict(zip(bools, values, strict=True)), keeps=keeps)
+            assert not (made.flat and made.reason)
+            assert not made.flat or (made != AS_IT_COMES and values[0])
