@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.modules import slot_of
-from tunecompile.integrations import loss_caller
 from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.notes import Note, note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
@@ -97,7 +96,7 @@ class Batches:
         mask = mask_in(args, kwargs)
         rows = padding_in(args, kwargs) if mask is None and knows_documents(layer) else None
         if mask is None and (rows := bounds_in(layer, args, kwargs) if rows is None else rows) is not None:
-            decision = self._known(rows) if in_backward() else self._decided(layer, rows)
+            decision = self._decided(layer, rows)
             return None if decision.flat is None else (decision.flat, None)
         if mask is None and self._follows_rows(layer):
             return self.running.by_rows, None
@@ -106,7 +105,7 @@ class Batches:
                 raise RowsRefused(note("no-mask-in-layers"))
             flat = self.rounding.batch_of(self.running, layer, args, kwargs)
             return None if flat is None else (flat, None)
-        decision = self._known(mask) if in_backward() else self._decided(layer, mask)
+        decision = self._decided(layer, mask)
         rows = self.running.by_rows if self.running is not None and not in_backward() else None
         if decision.flat is None and rows is not None and rows.drops:
             raise RowsRefused(decision.reason or note("masks-not-understood"))  # it would read zeros at padding
@@ -129,16 +128,11 @@ class Batches:
         call, repeated = self.running, in_backward() or in_checkpoint() or not torch.is_grad_enabled()
         if call is None or BOUNDARIES in call.given or not knows_documents(layer) or repeated:
             return kwargs
-        bounds = self._beside(call).get(BOUNDARIES)
+        bounds = call.given_beside().get(BOUNDARIES)
         if BOUNDARIES in kwargs or not isinstance(bounds, Tensor):
             return kwargs
         call.packs = True
         return {**kwargs, BOUNDS_BESIDE: bounds}
-
-    def _beside(self, call: OwnerCall) -> dict[str, Any]:
-        if call.beside is None:
-            call.beside = loss_caller.given_beside()
-        return call.beside
 
     def _follows_rows(self, layer: nn.Module) -> bool:
         """Whether a layer without any mask, an MLP alone, say, comes behind one that had a mask [B, T].
@@ -148,19 +142,14 @@ class Batches:
         rows = None if self.running is None else self.running.by_rows
         return rows is not None and not in_backward() and not in_checkpoint() and knows_documents(layer)
 
-    def _known(self, mask: Tensor) -> UnpadDecision:
-        """For a checkpoint's repetition: what was decided when the layer ran first."""
-        known = self.masks.get(identity(mask))
-        return AS_IT_COMES if known is None else known.decision
-
     def _decided(self, layer: nn.Module, mask: Tensor) -> UnpadDecision:
-        call = self.running
+        call, known = self.running, self.masks.get(identity(mask))
+        if in_backward():  # a checkpoint repeats the layer, which runs as it did
+            return AS_IT_COMES if known is None else known.decision
         if mask.dim() == 1 and in_checkpoint():
             return self._repeatable(layer, mask)
         if call is None or call.refused is not None:
             return AS_IT_COMES
-        place = identity(mask)
-        known = self.masks.get(place)
         if known is not None and known.call is call and known.version == version(mask):
             return known.decision
         if in_checkpoint() and is_given(mask, call.given):  # it may come again, in a call of other labels
@@ -179,7 +168,7 @@ class Batches:
         return known.decision
 
     def _decide(self, layer: nn.Module, mask: Tensor, call: OwnerCall) -> UnpadDecision:
-        call.decided, place = True, identity(mask)
+        call.decided = True
         waits = self.gathered or mask.dim() <= 2 or call.prefixes is not None
         presumed = None if waits else self.presumptions.presume(layer, mask, self.watch, call.presumed)
         if presumed is not None:
@@ -190,11 +179,13 @@ class Batches:
             refused = refused or refusals.router_logits(self.owner, call.given)
             decision = decide(mask, windows_of(layer), self.watch, refused, call.joins, call.prefixes)
             self.presumptions.learn(layer, decision)
-        if decision.flat is not None and (joined := self._joined(decision.flat, call)) is not None:
-            decision = UnpadDecision(joined)
+        if decision.flat is not None:
+            others = [known.decision.flat for known in self.masks.values() if known.call is call]
+            joined = (decision.flat.on_row_of(other) for other in others if other is not None)
+            decision = next((UnpadDecision(row) for row in joined if row is not None), decision)
         if mask.dim() == 2:
             call.by_rows = decision.flat
-        self.masks[place] = MaskDecision(call, version(mask), decision)
+        self.masks[identity(mask)] = MaskDecision(call, version(mask), decision)
         if decision.flat is not None:
             call.drops |= decision.flat.drops
             call.packs |= not (decision.flat.drops or decision.flat.whole or decision.flat.shared is not None)
@@ -205,12 +196,6 @@ class Batches:
         elif decision.reason is not None:
             self._note(decision.reason, decision.batches)
         return decision
-
-    def _joined(self, flat: FlatBatch, call: OwnerCall) -> FlatBatch | None:
-        """The batch on the row of another mask of the call; None where there is none with these documents."""
-        others = [known.decision.flat for known in self.masks.values() if known.call is call]
-        rows = (flat.on_row_of(other) for other in others if other is not None)
-        return next((row for row in rows if row is not None), None)
 
     def _tell_of_states(self, code: str) -> None:
         """Note that states cross from document to document, where layers could keep them apart."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.autograd import in_backward, in_checkpoint
+from tunecompile.integrations import loss_caller
 from tunecompile.notes import Note
 from tunecompile.runtime.unpad.decision import UnpadDecision
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
@@ -24,7 +25,7 @@ class OwnerCall:
     """The owner's call that is under way."""
 
     given: dict[str, Any]  #: its arguments by name
-    beside: dict[str, Any] | None = None  #: what the model was given and may keep from it; None: not known yet
+    beside: dict[str, Any] | None = None  #: see `given_beside`; None: not known yet
     refused: Note | None = None  #: why nothing is flattened in it
     keeps_padding: Note | None = None  #: why nothing at padding is left out in it
     drops: bool = False  #: whether hidden states at padding were left out
@@ -47,6 +48,12 @@ class OwnerCall:
     by_rows: FlatBatch | None = None  #: what a mask [B, T] of a layer that has no other said
     #: by id: masks, and what became of them
     masks_in_one_form: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def given_beside(self) -> dict[str, Any]:
+        """What the model was given, which it may keep from the owner."""
+        if self.beside is None:
+            self.beside = loss_caller.given_beside()
+        return self.beside
 
     def let_go(self) -> None:
         """It is over: what was decided of its masks lives on."""

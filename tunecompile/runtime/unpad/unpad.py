@@ -169,7 +169,7 @@ class Unpadding(Batches):
         """Note why a batch with padding, or several documents in a row, stays as it is. A host read, so only for the
         first batches.
         """
-        beside = self._beside(call)
+        beside = call.given_beside()
         mask, positions = call.given.get("attention_mask"), call.given.get("position_ids")
         if isinstance(mask, Tensor) and mask.dim() == 2:
             whole, code = mask != 0, PADDED
