@@ -213,6 +213,6 @@ def _int8_weight(weight: FrozenWeights, transposed: bool) -> tuple[Tensor, Tenso
 
 FP8 = EightBits("fp8", "FP8 products: half the bytes, twice the rate of bf16's tensor cores", _refuse_fp8, _fp8_product)
 INT8 = EightBits(
-    "int8", "INT8 products: half the bytes, exact sums, a third less time than bf16's (H200)", _refuse_int8, _int8_product
+    "int8", "INT8 products: half the bytes, a third less time than bf16's (H200)", _refuse_int8, _int8_product
 )
 FORMATS = (FP8, INT8)
