@@ -56,8 +56,9 @@ def trained(folder, monkeypatch, left_out=True, memory=None, dropout=0.0, **conf
     return logs, [weight for weight in trainer.model.parameters() if weight.requires_grad], callback
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": 1 << 30, "dropout": 0.1}], ids=["plain", "budget"])
-def test_equal_rewards_get_none(tmp_path, monkeypatch, options):
+def test_equal_rewards_get_none(tmp_path, monkeypatch):
+    """Under a budget, whose layers wait for a backward pass, and with dropout, which draws."""
+    options = {"memory": 1 << 30, "dropout": 0.1}
     logs, weights, callback = trained(tmp_path / "left", monkeypatch, **options)
     whole, expected, _ = trained(tmp_path / "whole", monkeypatch, left_out=False, **options)
     assert (callback.unneeded.batches, callback.unneeded.rows) == (2, 8)
