@@ -324,15 +324,9 @@ def turned_wrongly(x, cos):
 def turned_in_place(x, cos):
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     out, sin = torch.empty_like(x), cos + 1
-    out[..., 0::2] = first * cos - second * sin
-    out[..., 1::2] = first * sin + second * cos
+    out[..., :4] = first * cos - second * sin
+    out[..., 4:] = first * sin + second * cos
     return out
-
-
-def turned_of_items(x, cos):
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((-second, first), -1).flatten(-2)
-    return x * cos + turned * (cos + 1)
 
 
 def adapter_with_two_factors(x, weight):
@@ -360,8 +354,12 @@ NEAR_MISSES = [
         "rope",
         "`cat` at {1}: expected neg(getitem(...)), found getitem(L_x_, (..., slice(4, None, None))) at {1}",
     ),
-    (turned_in_place, "rope", "`sub` at {3}: expected chunk(x, two, -1), found unbind(unflatten(...), -1) at {1}"),
-    (turned_of_items, "rope", "`stack` at {2}: expected getitem(x, second), found getitem(unbind(...), 1) at {1}"),
+    (
+        turned_in_place,
+        "rope",
+        "`sub` at {3}: expected cat((sub(...), add(...)), -1), "
+        "found setitem(empty_like(...), (..., slice(None, 4, None)), sub(...)) at {3}",
+    ),
     (
         adapter_with_two_factors,
         "lora",

@@ -64,8 +64,17 @@ def partial(q, k, cos, sin):
     return tuple(made)
 
 
+def unbound(q, k, cos, sin):
+    def half(x):
+        first, second = x.reshape(*x.shape[:-1], 2, -1).unbind(-2)
+        return torch.cat([-second, first], dim=-1)
+
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + half(q) * sin, k * cos + half(k) * sin
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spelling", [llama, swapped, own_negation])
+@pytest.mark.parametrize("spelling", [llama, swapped, own_negation, unbound])
 def test_matches(spelling, dtype):
     check(
         spelling,

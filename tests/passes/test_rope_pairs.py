@@ -319,3 +319,49 @@ def test_one_tensor_in_both_layouts():
         passes=PASSES,
         expect={"rope": 2},
     )
+
+
+def unbound(x):
+    first, second = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack([-second, first], dim=-1).flatten(3)
+
+
+def written(x, c, s):
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    c, s, out = c[..., 0::2], s[..., 1::2], torch.empty_like(x)
+    out[..., 0::2] = first * c - second * s
+    out[..., 1::2] = first * s + second * c
+    return out.type_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "turn",
+    [lambda x, c, s: (x.float() * c + unbound(x).float() * s).to(x.dtype), written],
+    ids=["unbound", "written"],
+)
+def test_pairs_of_unbind_and_of_writes(turn, dtype):
+    tol = 1e-5 if dtype == torch.float32 else 2e-2
+    check(turn, random(2, 4, 5, 8, dtype=dtype), *repeated(), passes=PASSES, expect={"rope": 1}, tol=tol)
+
+
+def read_between(x, c, s):
+    out = torch.empty_like(x)
+    out[..., 0::2] = x[..., 0::2] * c[..., 0::2] - x[..., 1::2] * s[..., 0::2]
+    seen = out[..., 0::2].clone()
+    out[..., 1::2] = x[..., 0::2] * s[..., 0::2] + x[..., 1::2] * c[..., 0::2]
+    return out + torch.cat((seen, seen), -1)
+
+
+def swapped_places(x, c, s):
+    out = torch.empty_like(x)
+    out[..., 1::2] = x[..., 0::2] * c[..., 0::2] - x[..., 1::2] * s[..., 0::2]
+    out[..., 0::2] = x[..., 0::2] * s[..., 0::2] + x[..., 1::2] * c[..., 0::2]
+    return out
+
+
+@pytest.mark.parametrize(
+    "turn, found", [(read_between, {}), (swapped_places, {})], ids=["read between", "swapped places"]
+)
+def test_other_writes_stay(turn, found):
+    check(turn, random(2, 4, 5, 8), *repeated(), passes=PASSES, expect=found)

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from tunecompile._torch.modules import linear
 from tunecompile.ir.nodes import is_barrier, is_mutation, node_arg
 from tunecompile.ir.op import HALF
+from tunecompile.ir.pairs import join_written, slice_of_item
 
 __all__ = ["TABLE", "canonicalize", "drop_clones", "dtype_of", "name_of", "value"]
 
@@ -307,6 +308,7 @@ TABLE.update(
         torch.relu: _activation(F.relu),
         "relu": _activation(F.relu),
         torch.stack: _joined(torch.stack),
+        operator.getitem: slice_of_item,
         "flatten": _flatten,
         torch.flatten: _flatten,
         **dict.fromkeys(("reshape", "view", "view_as", "reshape_as", torch.reshape), _reshape),
@@ -329,6 +331,7 @@ def canonicalize(gm: GraphModule) -> None:
     for child in gm.children():
         if isinstance(child, GraphModule):
             canonicalize(child)
+    join_written(gm.graph)
     canonicalize_graph(gm.graph)
     gm.recompile()
 
