@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from tunecompile._torch.modules import checkpoints
+from tunecompile._torch.modules import checkpoints, slot_of
+from tunecompile.integrations.diffusers import is_checkpoint_of_owner
 from tunecompile.integrations.transformers import PassThrough, only_checkpoints
 from tunecompile.notes import Note, note
 from tunecompile.runtime.layers.layer_slot import LayerSlot
@@ -31,8 +33,11 @@ class Checkpointing(Part):
             if checkpoints(slot.layer):
                 slot.checkpoint |= _is_inside(slot.layer)
                 continue
+            if not slot.checkpoint:
+                slot.checkpoint = _is_around(slot)
+                continue
             function = slot.layer.__dict__.get(OF_LAYER)
-            if not slot.checkpoint or function is None:
+            if function is None:
                 continue
             if not isinstance(function, PassThrough):
                 function = slot.layer._gradient_checkpointing_func = PassThrough(function)
@@ -46,9 +51,9 @@ class Checkpointing(Part):
 
     def detach(self, state: State) -> None:
         for slot in state.slots:
-            for name in (OF_LAYER, OF_WRAPPER):
-                if isinstance(function := slot.layer.__dict__.get(name), PassThrough):
-                    setattr(slot.layer, name, function.function)
+            for module, name in ((slot.layer, OF_LAYER), (slot.layer, OF_WRAPPER), (slot.owner, OF_LAYER)):
+                if isinstance(function := vars(module).get(name) if module is not None else None, PassThrough):
+                    setattr(module, name, function.function)
 
 
 class InWrapper(PassThrough):
@@ -56,6 +61,23 @@ class InWrapper(PassThrough):
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
+
+
+class AroundLayers(PassThrough):
+    """Stands in the checkpointing function of a module that owns layers, and calls it with each of them, or others."""
+
+    def __call__(self, function: Callable, *args: Any, **options: Any) -> Any:
+        slot = slot_of(function) if isinstance(function, nn.Module) else None
+        return (function if isinstance(slot, LayerSlot) else partial(self.function, function))(*args, **options)
+
+
+def _is_around(slot: LayerSlot) -> bool:
+    """Whether the owner of a layer checkpointed it (diffusers), so that it is recomputed inside from now on."""
+    owner = slot.owner
+    function = vars(owner).get(OF_LAYER) if getattr(owner, "gradient_checkpointing", False) else None
+    if owner is not None and function is not None and is_checkpoint_of_owner(function):
+        function = owner._gradient_checkpointing_func = AroundLayers(function)
+    return isinstance(function, AroundLayers)
 
 
 def _is_inside(wrapper: nn.Module) -> bool:
