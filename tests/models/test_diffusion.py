@@ -1,15 +1,16 @@
 """Diffusion transformers of diffusers: two streams of tokens, several lists of blocks, no head, sizes that change."""
 
-
 import pytest
+import torch
 
 import tunecompile
 from tests.support.compare import assert_close
 from tests.support.models.diffusion import LAYERS, MODELS, adapted, batch, flux, qwen_image, sd3, step, wan
-from tests.support.notes import EAGER, find
+from tests.support.notes import BROKEN, EAGER, find
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = ({}, dict(height=6), dict(height=2, width=6, text=9), dict(rows=3, height=3, text=5))
+ONE_ROW = (dict(rows=1), dict(rows=1, height=3, width=3, text=7))
 #: model -> rewritten in all kinds of blocks: adapted linears, rotations
 FOUND = {flux: (17, 4), qwen_image: (12, 4), wan: (10, 2), sd3: (21, 0)}
 
@@ -26,4 +27,54 @@ def test_gradients_at_every_size_are_those_of_eager(make):
     assert (found["lora"], found.get("rope", 0)) == FOUND[make], report
     assert all(m.found == m.rewritten for m in report.matches), report
     assert sum(region.layers for region in report.regions) == LAYERS * (1 + (make is flux)), report
-    assert not find(report, *EAGER), report.notes
+    assert {region.compiles for region in report.regions} == {1}, report
+    assert not find(report, *EAGER, *BROKEN), report.notes
+
+
+@pytest.mark.parametrize("make", [flux, wan])
+def test_batches_of_one_row_have_one_graph_more(make):
+    model = adapted(make)
+    expected = [step(model, batch(make, **size)) for size in ONE_ROW]
+    tunecompile.optimize(model, executor="eager")
+    for size, each in zip(ONE_ROW, expected):
+        assert_close(step(model, batch(make, **size)), each)
+    assert {region.compiles for region in tunecompile.report(model).regions} == {1}
+
+
+def test_checkpoints_around_blocks_are_a_budget():
+    """diffusers' model calls the checkpoint, and not its blocks."""
+    model = adapted(flux)
+    expected = step(model, batch(flux))
+    model.enable_gradient_checkpointing()
+    function = model._gradient_checkpointing_func
+    tunecompile.optimize(model, executor="eager")
+    assert_close(step(model, batch(flux)), expected)
+    assert find(model, "checkpointing-is-budget"), tunecompile.report(model).notes
+    assert {region.compiles for region in tunecompile.report(model).regions} == {1}
+    model.disable_gradient_checkpointing()
+    assert_close(step(model, batch(flux)), expected)
+    assert not find(model, "checkpointing-is-budget")
+    model.enable_gradient_checkpointing(function)
+    assert_close(step(model, batch(flux)), expected)
+    tunecompile.restore(model)
+    assert model._gradient_checkpointing_func is function
+
+
+def test_a_budget_is_planned_without_a_head():
+    model = adapted(flux)
+    expected = [step(model, batch(flux, **size)) for size in SIZES]
+    tunecompile.optimize(model, executor="eager", memory=200_000)
+    for size, each in zip(SIZES, expected):
+        assert_close(step(model, batch(flux, **size)), each)
+    report = tunecompile.report(model)
+    assert report.memory is not None and not find(report, *EAGER, *BROKEN), report
+
+
+def test_a_step_is_verified():
+    def error(model, given):
+        return torch.nn.functional.mse_loss(model(**given["inputs"])[0], given["noise"])
+
+    model, (inputs, noise) = adapted(flux), batch(flux)
+    tunecompile.optimize(model, executor="eager")
+    result = tunecompile.verify(model, {"inputs": inputs, "noise": noise}, loss=error)
+    assert result.passed, result

@@ -31,6 +31,7 @@ from tunecompile.compiler.pass_manager import Context, Pass, live, run_stage
 from tunecompile.compiler.weight_layout import FusedWeightSlots, give_matrices
 from tunecompile.errors import summary
 from tunecompile.ir.canonicalize import canonicalize
+from tunecompile.ir.streams import return_contiguous
 from tunecompile.notes import Note, note
 from tunecompile.planner.solver import KEEP, Plan
 
@@ -201,6 +202,7 @@ class Backend:
         context.before = snapshot(work.graph)
         with replacements(work) as took:
             run_stage(self.passes, "recognize", work.graph, context)
+        return_contiguous(work.graph)
         context.after = snapshot(work.graph, took)
         work.graph.lint()
         work.recompile()

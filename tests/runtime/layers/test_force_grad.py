@@ -22,7 +22,7 @@ def test_hidden_states_require_a_gradient(by_name):
     (first, *more), made = (given, named["hidden"]) if by_name else (given, given[1])
     assert first is places and len(more) == (not by_name) and named["mask"] is mask and list(named) == list(kwargs)
     assert made.requires_grad and not hidden.requires_grad and not made._is_view()
-    assert made.data_ptr() == hidden.data_ptr() and (shared.hidden, shared.given) == (hidden, made)
+    assert made.data_ptr() == hidden.data_ptr() and shared.pairs == ((hidden, made),)
     made.sum().backward()
     assert hidden.grad is None
 
@@ -49,7 +49,29 @@ def test_where_no_gradient_is_asked_for(layer, args):
 def test_the_first_layer_of_a_decoder():
     """An encoder's states have a gradient; its own need none, and those of the next layers do."""
     args, _, shared = require_grad(nn.Linear(4, 4), (embedded(), encoded := embedded(trained=True)), {})
-    assert args[0].requires_grad and shared.given is args[0] and args[1] is encoded
+    assert args[0].requires_grad and shared.pairs[0][1] is args[0] and args[1] is encoded
+
+
+class TwoStreams(nn.Linear):
+    def forward(self, hidden, encoded, places=None):
+        return encoded + hidden if places is None else hidden, encoded
+
+
+class OneStream(nn.Linear):
+    def forward(self, hidden, encoded):
+        return self.weight, hidden
+
+
+@pytest.mark.parametrize("kind, both", [(TwoStreams, True), (OneStream, False)])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_states_that_layers_hand_on_require_a_gradient_too(kind, both, by_name):
+    """They do in every other layer. What layers only read, a text's states under cross-attention, does in none."""
+    given = {"hidden": embedded(), "encoded": embedded()}
+    args, named, shared = require_grad(kind(4, 4), () if by_name else tuple(given.values()), given if by_name else {})
+    states = list(named.values()) if by_name else args
+    assert [each.requires_grad for each in states] == [True, both] and len(shared.pairs) == len(
+        shared.nodes
+    ) == 1 + both
 
 
 def test_without_gradients_none_is_asked_for():
@@ -61,7 +83,7 @@ def test_a_layer_that_trains_nothing_gives_what_needs_no_gradient():
     """As in eager code: a loss of it says so. Where a parameter is anywhere behind a result, all results stay."""
     args, _, shared = require_grad(nn.Linear(4, 4), (embedded(),), {})
     (hidden,), weight = args, torch.ones(4, requires_grad=True)
-    node = shared.given.grad_fn
+    node = shared.nodes
     plain = {"hidden": (hidden * 2).sin(), "more": (torch.zeros(2), 3)}
     dropped = drop_graph(plain, node)
     assert not dropped["hidden"].requires_grad and torch.equal(dropped["hidden"], plain["hidden"])
@@ -74,14 +96,14 @@ def test_a_layer_that_trains_nothing_gives_what_needs_no_gradient():
 def test_a_view_is_given_as_none_with_its_gradient():
     whole = embedded(trained=True)
     args, _, shared = without_view((whole[:, 1:],), {})
-    assert not args[0]._is_view() and args[0].data_ptr() == whole[:, 1:].data_ptr() and shared.given is args[0]
+    assert not args[0]._is_view() and args[0].data_ptr() == whole[:, 1:].data_ptr() and shared.pairs[0][1] is args[0]
     (args[0] * 3).sum().backward()
     assert whole.grad.unique_consecutive(dim=1)[0, :, 0].tolist() == [0, 3]
     for same in (whole, embedded(dtype=torch.long)[0], whole.view(24), (whole[0], whole[1])):
         assert without_view((same,), {}) == ((same,), {}, None)
     mask = torch.ones(3)
     (seen, other), _, shared = without_view((whole[0], mask), {})
-    assert seen.shape == (3, 4) and other is mask and shared.hidden.shape == (3, 4)
+    assert seen.shape == (3, 4) and other is mask and shared.pairs[0][0].shape == (3, 4)
 
 
 def test_what_the_layer_writes_is_the_callers():

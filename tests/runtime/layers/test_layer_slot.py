@@ -101,7 +101,13 @@ class Kind:
             masked=SimpleNamespace(known=more.get("known", False)),
         )
         self.slot = SimpleNamespace(
-            **dict(region=region, step=SimpleNamespace(images=images, evaluates=False), place=5, owner="owner"),
+            **dict(
+                region=region,
+                step=SimpleNamespace(images=images, evaluates=False),
+                place=5,
+                owner="owner",
+                takes_ids=more.get("takes_ids", True),
+            ),
             **dict(placement=more.get("placement"), hooked=lambda: more.get("hooks", ())),
             inside=SimpleNamespace(collected=more.get("collected", False), hooks=()),
             switched_off=SimpleNamespace(active=("default",)),

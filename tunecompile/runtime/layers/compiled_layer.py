@@ -20,7 +20,14 @@ from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan
 from tunecompile.runtime.cuda_graphs.recorded_graph import unrecorded
 from tunecompile.runtime.cuda_graphs.stacks import Stacks
 from tunecompile.runtime.layers.between import call_in_stack, go_on, stand_in
-from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes, mark_flat, mark_patches, tensors_in
+from tunecompile.runtime.layers.dynamic_shapes import (
+    DynamicShapes,
+    has_streams,
+    mark_flat,
+    mark_patches,
+    mark_streams,
+    tensors_in,
+)
 from tunecompile.runtime.layers.force_grad import Shared, require_grad, without_graph, without_view
 from tunecompile.runtime.layers.placed_layer import PlacedLayer
 from tunecompile.runtime.layers.region import EVALUATION, SCORING, CallKind, Region
@@ -116,6 +123,8 @@ class CompiledLayer(PlacedLayer):
         elif LONGEST_IMAGE in kwargs or (self.region.in_tower and len(sizes) == 1):
             mark_patches(tensors)
             self.step.images = True
+        elif not self.takes_ids and has_streams(tensors, sizes):
+            mark_streams(tensors, sizes)
         else:
             other = scores or self.step.images  # than the first lengths: rows are as long as their images are large
             seen = self.region.evaluated if self.step.evaluates else self.region.sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import UserDict, defaultdict
 from collections.abc import Iterator, Sequence
@@ -146,6 +147,31 @@ def _lengths(tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> t
         return sizes[:1]
     wide = [tensor.shape for _, tensor in tensors if tensor.dim() == 3 and tensor.is_floating_point()]
     return sizes + tuple([shape[1] for shape in wide[1:] if shape[0] == sizes[0] and shape[2] == wide[0][2]])
+
+
+def has_streams(tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> bool:
+    """Whether other states come beside the hidden states, with a length of their own: a text's beside an image's."""
+    return len(_lengths(tensors, sizes)) > 2
+
+
+def mark_streams(tensors: Sequence[tuple[Any, Tensor]], sizes: tuple[int, ...]) -> None:
+    """Mark rows and lengths of several streams, and of what is about their tokens, joined or not: images of one size
+    and texts of one length are rare together, so they are symbolic from the first batch on.
+    """
+    rows, *lengths = _lengths(tensors, sizes)
+    joined = {sum(some) for count in (1, 2) for some in itertools.combinations(lengths, count)}
+    width = next(tensor.shape[-1] for _, tensor in tensors if tensor.dim() == 3)
+    for _, tensor in tensors:
+        shape, is_state = tensor.shape, tensor.dim() == 3 and tensor.shape[-1] == width and tensor.is_floating_point()
+        is_mask = not tensor.is_floating_point() or (tensor.dim() > 2 and shape[-1] == shape[-2])
+        inner = range(1, tensor.dim() - (not is_mask))
+        if is_state and shape[1] not in lengths:  # several vectors for each row, as those that scale norms
+            inner = range(0)
+        dims = [dim for dim in inner if shape[dim] in joined]
+        if tensor.dim() and shape[0] in (rows, *(joined if tensor.dim() == 2 else ())):
+            dims.insert(0, 0)
+        if dims:
+            mark_dynamic(tensor, dims)
 
 
 def _is_list(tensor: Tensor) -> bool:

@@ -153,8 +153,8 @@ class LayerSlot(CompiledLayer):
         args, kwargs, forced = self.differentiable(args, kwargs)
         if forced is None:
             return self._gathered(self._trained, args, kwargs)
-        node = forced.given.grad_fn
-        output = drop_graph(self._gathered(self._trained, args, kwargs), node)
+        nodes = forced.nodes  # of a tensor that the layer writes into, the node is another one afterwards
+        output = drop_graph(self._gathered(self._trained, args, kwargs), nodes)
         forced.hand_back()
         return output
 

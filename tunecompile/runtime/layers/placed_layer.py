@@ -37,6 +37,7 @@ class PlacedLayer:
     def __init__(self, layer: nn.Module, region: Region):
         self.layer, self.region = layer, region
         self.owner: nn.Module | None = None  #: of its list of layers
+        self.takes_ids = True  #: whether the owner is given token ids, and no states of several lengths
         self.inside: ModuleSnapshot | None = None
         self.switched_off = SwitchedOff(())  #: adapters, while a reference is scored
         self.hooks: Sequence[dict] = ()  #: dictionaries of hooks inside that the call finds

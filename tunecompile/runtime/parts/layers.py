@@ -22,7 +22,7 @@ from tunecompile.runtime.layers.owner_slot import OwnerSlot
 from tunecompile.runtime.layers.region import Region
 from tunecompile.runtime.model_state import ModelCall, Part, State
 from tunecompile.runtime.parts.first_step import FirstStepCheck
-from tunecompile.runtime.step.facts import facts_without_call, read_facts, takes_cache
+from tunecompile.runtime.step.facts import facts_without_call, read_facts, takes_cache, takes_ids
 from tunecompile.runtime.step.mode import Mode, mode_of_step
 from tunecompile.runtime.step.state import NotCopied
 from tunecompile.runtime.watch.module_watch import TURNS
@@ -69,7 +69,7 @@ class Layers(Part):
                 state.regions.append(kinds[kind])
             slot = LayerSlot(state.step, layer, kinds[kind])
             slot.place, slot.stack, slot.first = len(state.slots), state.stacks.index(stack), index == 0
-            slot.owner = stack.owner
+            slot.owner, slot.takes_ids = stack.owner, takes_ids(stack.owner)
             fill(layer, slot)
             state.slots.append(slot)
         for norm in find_norms(stack.owner):

@@ -62,3 +62,8 @@ def scores(owner: nn.Module, args: tuple, kwargs: dict) -> bool:
 def takes_cache(owner: nn.Module) -> bool:
     """Whether its forward knows `use_cache`."""
     return "use_cache" in inspect.signature(owner.forward).parameters
+
+
+def takes_ids(owner: nn.Module) -> bool:
+    """Whether a module that owns layers is given token ids, and no states of several lengths."""
+    return "input_ids" in inspect.signature(owner.forward).parameters
