@@ -111,6 +111,7 @@ def test_all_names_of_other_packages_are_there():
     assert [str(row) for row in lookup.lost(FOREIGN, load=True)] == []
     assert {row.package for row in FOREIGN} == {
         "transformers",
+        "diffusers",
         "peft",
         "accelerate",
         "bitsandbytes",

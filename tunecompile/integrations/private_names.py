@@ -1,4 +1,4 @@
-"""Undocumented names of transformers, PEFT, accelerate, bitsandbytes, DeepSpeed, TRL and Lightning that are used.
+"""Undocumented names of transformers, diffusers, PEFT, accelerate, bitsandbytes, DeepSpeed, TRL and Lightning in use.
 
 Code that uses one reads it with `getattr`, or looks in `sys.modules`, so that a lost name switches its feature off. The
 table says which feature that is. `report` checks the packages that are imported; `tunecompile doctor` imports those
@@ -52,6 +52,12 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "transformers' gradient checkpointing recomputes around compiled layers, beside their own plan",
         "transformers.modeling_utils.PreTrainedModel._set_gradient_checkpointing._gradient_checkpointing_func",
         **_TRANSFORMERS,
+    ),
+    *group(
+        "diffusers' gradient checkpointing recomputes around compiled blocks, beside their own plan",
+        "diffusers.models.modeling_utils.ModelMixin.enable_gradient_checkpointing._gradient_checkpointing_func",
+        since="0.36",
+        last_checked=("0.42",),
     ),
     *group(
         "`merge_accumulation` leaves batches as they are",
