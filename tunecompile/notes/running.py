@@ -103,7 +103,7 @@ NOTES = {
         "Leave out use_liger_kernel=True.",
     ),
     # head and loss
-    "no-output-embedding": NoteKind("no output embedding was found: head and loss run eagerly"),
+    "no-output-embedding": NoteKind("no output embedding was found: what comes behind the layers runs by its own code"),
     "head-replaced": NoteKind("the head became a {subject} after `optimize`"),
     "fused-head-left": NoteKind("TRL's fused head computes scores by its own function: {detail}"),
     "head-not-called": NoteKind("the head is never called: {detail} from its weight"),
