@@ -28,7 +28,9 @@ class UnneededBackward:
     def __init__(self, trainer: Any):
         self.batches = self.rows = 0  #: that were left out
         self._loss = trainer.compute_loss
-        if trainer.args.world_size == 1 and trainer.args.n_gpu <= 1:  # others' backward passes wait for each other
+        # others' backward passes wait for each other, and engines keep weights and gradients in other places
+        engines = (getattr(trainer, f"is_{engine}_enabled", False) for engine in ("deepspeed", "fsdp"))
+        if trainer.args.world_size == 1 and trainer.args.n_gpu <= 1 and not any(engines):
             trainer.compute_loss = self._compute_loss
 
     def notes(self) -> list[Note]:

@@ -41,13 +41,13 @@ def model(checkpointing=False):
     return made
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_an_image_counts_once(checkpointing):
-    ours, plain = pair(lambda: model(checkpointing))
-    for seed in range(3):
+def test_an_image_counts_once():
+    """Also under checkpoints, whose hook has embeddings require a gradient."""
+    ours, plain = pair(lambda: model(checkpointing=True))
+    for seed in range(2):
         assert_close(zoo.step(ours, with_images(True, seed)), zoo.step(plain, with_images(True, seed)))
     computed = PREFIX + ROWS * (LENGTH - PREFIX)
-    assert shared(ours) == (3, 3 * computed, 3 * ROWS * LENGTH)
+    assert shared(ours) == (2, 2 * computed, 2 * ROWS * LENGTH)
 
 
 def test_other_pixels_are_another_prefix():
