@@ -197,7 +197,7 @@ def with_more(function, *args):
 
 def checkpointed(*layers, **options):
     state = Began(**options)
-    state.stacks, state.slots = [layers], [types.SimpleNamespace(layer=layer) for layer in layers]
+    state.stacks, state.slots = [layers], [types.SimpleNamespace(layer=layer, owner=None) for layer in layers]
     made = Checkpointing()
     made.follow(state, state.slots)
     return state, made
