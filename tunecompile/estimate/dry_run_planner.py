@@ -16,6 +16,7 @@ from tunecompile.compiler.partitioner import JointGraph
 from tunecompile.compiler.survey import survey
 from tunecompile.compiler.token_wise.graph import is_recurrence
 from tunecompile.errors import BadSharedPrefix
+from tunecompile.ir.canonicalize import name_of
 from tunecompile.ir.op import OPS
 from tunecompile.notes import Note, note
 from tunecompile.planner import candidates
@@ -315,9 +316,8 @@ class DryRunPlanner:
 
 def _why_kept(slot: LayerSlot, graph: Graph) -> Note | None:
     """Why layers of a kind compute a prefix in each row; None where they share it."""
-    for node in graph.nodes:
-        if node.op == "call_function" and (op := OPS.get(node.target)) is not None and is_recurrence(node.target):
-            return note("states-of-branches", detail=op.name)
+    if (states := next((node for node in graph.nodes if is_recurrence(node.target)), None)) is not None:
+        return note("states-of-branches", detail=name_of(states.target))
     drawing = (module for module in slot.layer.modules() if isinstance(module, nn.Dropout) and module.p)
     return None if next(drawing, None) is None else note("draws-random", detail="dropout")
 

@@ -64,9 +64,7 @@ def ids_of_embeddings(shape: torch.Size) -> Tensor | None:
     It takes ids or embeddings, never both, and so has made embeddings of these ids itself, of images among them.
     """
     for frame in under_way():
-        code = frame.f_code
-        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if _IDS in parameters and parameters[0] == "self" and _home(frame).startswith("transformers."):
+        if _takes(frame, _IDS) is not None and _home(frame).startswith("transformers."):
             ids = frame.f_locals.get(_IDS)
             if isinstance(ids, Tensor) and ids.shape == shape and not ids.is_floating_point():
                 return ids
@@ -154,9 +152,14 @@ def _trusted(frame: FrameType, model: nn.Module) -> tuple[Tensor | None, Note | 
 
 def _takes_labels(frame: FrameType) -> nn.Module | None:
     """The module whose method this is, if labels are among its parameters."""
+    return _takes(frame, "labels")
+
+
+def _takes(frame: FrameType, name: str) -> nn.Module | None:
+    """The module whose method this is, if it has a parameter of this name."""
     code = frame.f_code
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    if "labels" not in parameters or parameters[0] != "self":
+    if name not in parameters or parameters[0] != "self":
         return None
     model = frame.f_locals.get("self")
     return model if isinstance(model, nn.Module) else None
