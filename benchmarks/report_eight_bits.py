@@ -28,15 +28,26 @@ def curves(result: dict) -> dict[str, list[tuple[int, float, float, float]]]:
 
 
 def render_curves(folder: Path = RESULTS) -> str:
-    """Held-out losses after the last step, beside those in the model's precision."""
+    """Held-out losses after the last step, by the precision they are judged in, beside those in the model's own."""
     if (result := load_one(CURVES, folder)) is None:
         return ""
     last = {system: points[-1] for system, points in curves(result).items()}
+    plain = {
+        system: mean(run["held_out_plain"] for run in result["runs"] if run["system"] == system) for system in last
+    }
     rows = [
-        [shown(system), step, f"{loss:.4f}", f"{low:.4f} to {high:.4f}", f"{100 * (loss / last[BASE][1] - 1):+.2f} %"]
+        [
+            shown(system),
+            step,
+            f"{loss:.4f} ({low:.4f} to {high:.4f})",
+            f"{100 * (loss / last[BASE][1] - 1):+.2f} %",
+            f"{plain[system]:.4f}",
+            f"{100 * (plain[system] / plain[BASE] - 1):+.2f} %",
+        ]
         for system, (step, loss, low, high) in last.items()
     ]
-    return to_markdown(("system", "steps", "held-out loss, mean", "of the seeds", "beside bf16"), rows)
+    own = "held-out loss in its own precision, mean (seeds)"
+    return to_markdown(("system", "steps", own, "beside bf16", "the same adapters in bf16", "beside bf16"), rows)
 
 
 def render_errors(folder: Path = RESULTS) -> str:

@@ -137,7 +137,8 @@ def test_recorded_layers_give_what_unrecorded_ones_give(precision):
         assert (
             loss.item() == pytest.approx(expected.item(), rel=1e-4) and max(zoo.errors(ours, theirs).values()) < 5e-3
         ), seed
-    assert state_of(recorded).replays.recorded
+    replays = state_of(recorded).replays
+    assert replays.recorded or replays.stacks.chains.recorded
 
 
 def test_memory_is_no_more_than_bf16s(precision):
