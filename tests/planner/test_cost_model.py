@@ -15,6 +15,7 @@ from tunecompile.ops.swiglu import gated_activation
 from tunecompile.planner.cost_model import (
     GAP,
     GROUPED,
+    INTEGERS,
     RIDGE,
     SUSTAINED,
     Work,
@@ -260,6 +261,17 @@ def test_launches_share_what_products_beside_them_leave():
     alone = lowered.launch(x=4000)
     share_flops(call, [lowered.product(), lowered.product(), lowered.product(), lowered.product(), alone])
     assert work_of(alone) == Work(traffic=4000, kernels=1), "nothing is left to it"
+
+
+def test_products_of_integers_are_counted_at_their_rate():
+    lowered = Lowered()
+    rows = lowered.input(4, 8)
+    rows.meta["val"] = torch.empty(4, 8, dtype=torch.int8)
+    count = lowered.graph.placeholder("count")
+    count.meta["val"] = 4  # a size
+    launch = lowered.launch(a=rows, count=count)
+    share_flops(lowered.adapted(), [launch])
+    assert work_of(launch).products == round(ADAPTED / INTEGERS)
 
 
 def test_a_tensor_that_a_launch_is_given_twice_moves_once():
