@@ -65,6 +65,7 @@ PIPELINE = [
     recognize.lora_mlp,  # gate|up, activation and down as one, where a template joins their backward
     recognize.linear_4bit,  # what has no adapter, in rollouts
     plan.tile,
+    plan.tile_rows,
     plan.remat,
     plan.providers,
     lower.gather_rows,

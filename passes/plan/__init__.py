@@ -3,5 +3,6 @@
 from tunecompile.passes.plan.providers import PASS as providers
 from tunecompile.passes.plan.remat import PASS as remat
 from tunecompile.passes.plan.tile import PASS as tile
+from tunecompile.passes.plan.tile_rows import PASS as tile_rows
 
-__all__ = ["providers", "remat", "tile"]
+__all__ = ["providers", "remat", "tile", "tile_rows"]

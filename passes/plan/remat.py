@@ -25,8 +25,8 @@ SMALL = 1 / 16
 
 def run(graph: Graph, context: Context) -> None:
     backward, expensive, plan = backward_nodes(graph), expensive_nodes(graph), context.plan
-    chosen = expensive if plan.recompute is None else [n for i, n in enumerate(expensive) if i in plan.recompute]
-    recomputed = set(chosen)
+    named = {node: node.meta.get("expensive", at) for at, node in enumerate(expensive)}
+    recomputed = {n for n, at in named.items() if plan.recompute is None or at in plan.recompute or "tile" in n.meta}
     _tag_calls(graph, backward, recomputed, names=plan.recompute is not None)
     written = _written(graph)
     for node in _views_of_inputs(graph, written, backward):
@@ -48,7 +48,7 @@ def _tag_calls(graph: Graph, backward: set[Node], recomputed: set[Node], names: 
             continue
         if node.target is operator.getitem:
             policy = node.args[0].meta.get("recompute")
-            if names and node.args[0] in recomputed and _is_small(node):
+            if names and node.args[0] in recomputed and "tile" not in node.meta and _is_small(node):
                 node.meta["pinned"] = True  # the partitioner ignores tags of a tuple's members: see `partition`
         else:
             policy = _policy(node, recomputed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -181,12 +182,13 @@ class DryRunPlanner:
     def _stages(self, graph: Graph) -> Iterable[list[Plan]]:
         """Plans to survey.
 
-        Of several regions each is surveyed in one stage, since the bytes of the others are not known yet.
+        Of several regions all plans that are not tiled make one stage, since the bytes of the others are not known yet.
         """
         if not self.bounded:
             return [[KEEP, RECOMPUTE]]
+        stages = candidates.candidate_stages(graph)
         alone = len({id(slot.region) for slot in self.layers}) == 1
-        return candidates.candidate_stages(graph) if alone else [candidates.plans(graph)]
+        return stages if alone else chain([candidates.plans(graph)], islice(stages, 2, None))
 
     def _is_enough(self, region: int, found: RegionCandidates) -> bool:
         """Whether the candidates found of a region so far are enough."""

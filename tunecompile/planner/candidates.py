@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.ir.op import OPS, Cost, aten_name
 from tunecompile.planner.cost_model import Work, flops, graph_work, node_cost
+from tunecompile.planner.expert_rows import expert_rows
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.liveness import extent, node_bytes, tensor_bytes
 from tunecompile.planner.recompute_attention import is_recomputable
@@ -128,7 +129,8 @@ def tiled_plans(graph: Graph, tiles: int) -> list[Plan]:
     Empty where no op has a tiled form.
     """
     expensive = expensive_nodes(graph)
-    others = [i for i, node in enumerate(expensive) if not has_tiled_form(node)]
+    rows = {node for group in expert_rows(graph, backward_nodes(graph)) for node in group.products}
+    others = [i for i, node in enumerate(expensive) if not has_tiled_form(node) and node not in rows]
     if len(others) == len(expensive):
         return []
     bargains = sorted(others, key=lambda i: _bargain(expensive[i]))
