@@ -232,8 +232,7 @@ def rehearse(
     stage.memory = UNBOUNDED  # what the user's checkpointing saves is planned, and no budget is made without a recovery
     cuda = device.type == "cuda"
     device = device if cuda else torch.device("cpu")
-    rehearsal = _planner(stage, spec, ledger, device, gpu, thorough)
-    rehearsal.prefix = prefix
+    rehearsal = _planner(stage, spec, ledger, device, gpu, thorough, prefix)
     seen: dict[tuple, tuple[SurveyBackend, Variant, Any]] = {}
     for slot in stage.slots:
         fill(slot.layer, TraceOnlySlot(slot, rehearsal, fakes, seen))
@@ -277,7 +276,13 @@ def rehearse(
 
 
 def _planner(
-    stage: State, spec: Any, ledger: StaticMemory, device: torch.device, gpu: GpuSpec | None, thorough: bool
+    stage: State,
+    spec: Any,
+    ledger: StaticMemory,
+    device: torch.device,
+    gpu: GpuSpec | None,
+    thorough: bool,
+    prefix: SharedPrefix,
 ) -> DryRunPlanner:
     """The planner of a step's budget; without a budget, one that bounds nothing but knows the device's bytes."""
     bounded, somewhere = spec is not None, device.type == "cuda" or gpu is not None
@@ -296,4 +301,5 @@ def _planner(
         bounded,
         keepable=keepable,
         thorough=thorough,
+        prefix=prefix,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -59,11 +60,21 @@ def scores(owner: nn.Module, args: tuple, kwargs: dict) -> bool:
     return not caches and not gives_cache(kwargs) and len(args) < 3
 
 
+#: of owners' forwards; to read a signature takes longer than to decide on a call
+_parameters: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
 def takes_cache(owner: nn.Module) -> bool:
     """Whether its forward knows `use_cache`."""
-    return "use_cache" in inspect.signature(owner.forward).parameters
+    return "use_cache" in _parameters_of(owner)
 
 
 def takes_ids(owner: nn.Module) -> bool:
     """Whether a module that owns layers is given token ids, and no states of several lengths."""
-    return "input_ids" in inspect.signature(owner.forward).parameters
+    return "input_ids" in _parameters_of(owner)
+
+
+def _parameters_of(owner: nn.Module) -> frozenset[str]:
+    if owner not in _parameters:
+        _parameters[owner] = frozenset(inspect.signature(owner.forward).parameters)
+    return _parameters[owner]
