@@ -5,53 +5,24 @@ import torch
 
 import tunecompile
 from tests.support.models.pairs import attending
-from tests.support.tokenizers import byte_level
+from tests.support.trainers import grpo
 
-trl, datasets = (pytest.importorskip(name) for name in ("trl", "datasets"))
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def trained(folder, monkeypatch, left_out=True, memory=None, dropout=0.0, **config):
+def trained(folder, monkeypatch, left_out=True, memory=None, **options):
     """The logs, the model's trained weights and the callback of four steps; rewards are equal in the second and third."""
-    from peft import LoraConfig
-
     if not left_out:
         monkeypatch.setattr("tunecompile.trainers.huggingface.calling_trainer", lambda: None)
     torch.manual_seed(0)
-    tokenizer, steps = byte_level(), iter(range(100))
-    tokenizer.pad_token = tokenizer.eos_token = "</s>"
-    callback = tunecompile.Callback(executor="eager", memory=memory)
+    steps, callback = iter(range(100)), tunecompile.Callback(executor="eager", memory=memory)
 
     def reward(completions, **_):
         equal = next(steps) in (1, 2)
         return [1.0 if equal else float(len(set(each))) for each in completions]
 
-    arguments = trl.GRPOConfig(
-        output_dir=str(folder),
-        max_steps=4,
-        num_generations=4,
-        per_device_train_batch_size=4,
-        max_completion_length=6,
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        logging_steps=1,
-        bf16=False,
-        use_cpu=True,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **config,
-    )
-    trainer = trl.GRPOTrainer(
-        attending(vocab_size=320).float(),
-        reward_funcs=reward,
-        args=arguments,
-        train_dataset=datasets.Dataset.from_dict({"prompt": ["hello abc", "say one two"] * 4}),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=dropout),
-        callbacks=[callback],
-    )
-    trainer.train()
+    settings = dict(max_completion_length=6, weight_decay=0.1)
+    trainer = grpo(attending(vocab_size=320).float(), folder, reward, [callback], **settings, **options)
     logs = [(log["reward"], log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log]
     return logs, [weight for weight in trainer.model.parameters() if weight.requires_grad], callback
 
