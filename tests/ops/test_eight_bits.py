@@ -1,5 +1,7 @@
 """Products in 8 bits, emulated where there is no GPU: errors within what rounding both operands can do; adapters are not rounded."""
 
+import os
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -249,6 +251,7 @@ def test_which_gpus_take_it(eight, card, version, reason, monkeypatch):
     assert refused is None if reason is None else (refused.code == reason[0] and reason[1] in str(refused))
 
 
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="interpreted kernels read values, and fake tensors have none")
 @pytest.mark.parametrize("nested", [True, False])
 def test_on_a_gpu_siblings_are_one_product_each_way(eight, nested):
     """Traced for fake GPU tensors, which needs none: torch's own shape rules of the scaled product hold."""
