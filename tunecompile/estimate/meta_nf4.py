@@ -67,7 +67,7 @@ class MetaLinear4bit(nn.Module):
 _dequantize = dequantize_4bit.overload
 
 
-def meta_linear(linear: nn.Linear, dtype: torch.dtype | None = None) -> MetaLinear4bit:
+def meta_linear(linear: nn.Linear) -> MetaLinear4bit:
     """A 4-bit linear in place of a plain one, quantised as in QLoRA, or of an unquantised one of bitsandbytes."""
     weight = linear.weight
     options = (
@@ -75,11 +75,8 @@ def meta_linear(linear: nn.Linear, dtype: torch.dtype | None = None) -> MetaLine
         if hasattr(weight, "quant_type")
         else {}
     )
-    dtype = (
-        dtype
-        or getattr(linear, "compute_dtype", None)
-        or (weight.dtype if weight.dtype.is_floating_point else torch.bfloat16)
-    )
+    own = weight.dtype if weight.dtype.is_floating_point else torch.bfloat16
+    dtype = getattr(linear, "compute_dtype", None) or own
     return MetaLinear4bit(linear.in_features, linear.out_features, linear.bias, dtype, **options)
 
 

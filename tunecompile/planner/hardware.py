@@ -29,6 +29,7 @@ class Rates:
 
 SIZE = 8192  #: rows and columns of the timed product: long enough for the rate a GPU sustains, 1.6 ms on an H200
 COPIED = 64 << 20  #: bytes of the timed copy
+REPEATS = 5  #: of a timed run, of which the median counts
 
 #: Seconds of work before the clock runs: a GPU that idled is slower at first, and one that multiplies all the time as
 #: well.
@@ -68,7 +69,7 @@ def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
     return Rates(flops, copy, bandwidth, flops, launches=True)
 
 
-def _milliseconds(run: Callable, device: torch.device, repeats: int = 5) -> float:
+def _milliseconds(run: Callable, device: torch.device) -> float:
     """The median milliseconds of a few runs.
 
     The first runs, which load kernels and wake the device, are not counted.
@@ -76,13 +77,13 @@ def _milliseconds(run: Callable, device: torch.device, repeats: int = 5) -> floa
     run()
     times = []
     if device.type != "cuda":
-        for _ in range(repeats):
+        for _ in range(REPEATS):
             started = time.perf_counter()
             run()
             times.append((time.perf_counter() - started) * 1e3)
         return statistics.median(times)
     until = time.perf_counter() + WARM
-    while time.perf_counter() < until or len(times) < repeats:
+    while time.perf_counter() < until or len(times) < REPEATS:
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         occupy_gpu(BUSY)
         begun.record()
@@ -90,4 +91,4 @@ def _milliseconds(run: Callable, device: torch.device, repeats: int = 5) -> floa
         ended.record()
         ended.synchronize()
         times.append(begun.elapsed_time(ended))
-    return statistics.median(times[-repeats:])
+    return statistics.median(times[-REPEATS:])

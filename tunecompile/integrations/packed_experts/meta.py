@@ -32,7 +32,7 @@ class _Scales:
 class MetaStack4bit(Dequantiser):
     """In place of bitsandbytes' parametrisation: scales with shapes but no values."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, kind: str):
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype):
         super().__init__()
         blocks = math.prod(shape) // BLOCK
 
@@ -53,7 +53,7 @@ class MetaStack4bit(Dequantiser):
             shape=torch.Size(shape),
             dtype=dtype,
             blocksize=BLOCK,
-            quant_type=kind,
+            quant_type="nf4",
         )
 
     def forward(self, packed: Tensor) -> Tensor:
@@ -61,9 +61,9 @@ class MetaStack4bit(Dequantiser):
         return from_4_bits(packed, self.quant_state)
 
 
-def pack_on_meta(module: nn.Module, key: str, kind: str = "nf4") -> None:
+def pack_on_meta(module: nn.Module, key: str) -> None:
     """Put a 4-bit stack without values in the place of a stack on the meta device."""
     value = module._parameters[key]
     codes = torch.empty((value.numel() // 2, 1), dtype=torch.uint8, device="meta")
     module._parameters[key] = nn.Parameter(codes, requires_grad=False)
-    parametrize.register_parametrization(module, key, MetaStack4bit(value.shape, value.dtype, kind), unsafe=True)
+    parametrize.register_parametrization(module, key, MetaStack4bit(value.shape, value.dtype), unsafe=True)
