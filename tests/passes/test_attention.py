@@ -1,16 +1,20 @@
 """Attention that is written out under any mask or bias becomes torch's own; what is more than that stays."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.passes.run import check, family, random, recognize
+from tests.support.passes import run
+from tests.support.passes.run import family, random, recognize
 from tests.support.passes.traced import traced
 from tunecompile.compiler.attention_calls.found import Term
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.passes.recognize.attention import _joined
 
 PASSES = family("document_attention", "attention")
+check = partial(run.check, passes=PASSES)
 ROWS, HEADS, TOKENS, KEYS, WIDTH = 2, 4, 6, 7, 8
 LEAST = torch.finfo(torch.float32).min
 
@@ -122,7 +126,7 @@ OTHERS = [of_two_dimensions, bloom, xglm, without_heads, gpt_neo, codegen, einsu
 
 @pytest.mark.parametrize("spelling", SPELLINGS + OTHERS)
 def test_spellings(spelling):
-    seen = check(spelling, *inputs(), random(1, HEADS, TOKENS, KEYS), passes=PASSES, expect={}, tol=2e-6)
+    seen = check(spelling, *inputs(), random(1, HEADS, TOKENS, KEYS), expect={}, tol=2e-6)
     text = str(seen.graphs[0])
     assert "softmax" not in text and "scaled_dot_product_attention" in text, seen.refused
 
@@ -130,7 +134,7 @@ def test_spellings(spelling):
 def test_half_precision():
     """No further from fp64 than the model's own code."""
     given = [*inputs(torch.bfloat16), random(1, HEADS, TOKENS, KEYS, dtype=torch.bfloat16)]
-    seen = check(in_fp32, *given, passes=PASSES, expect={}, tol=2e-2)
+    seen = check(in_fp32, *given, expect={}, tol=2e-2)
     assert "softmax" not in str(seen.graphs[0])
 
 
@@ -141,7 +145,7 @@ def test_a_row_that_sees_nothing():
         made = in_fp32(q, k, v, mask, None)
         return made * (torch.arange(TOKENS) != 2)[:, None], made.detach()
 
-    seen = check(fn, *inputs()[:3], masked(2), passes=PASSES, expect={}, tol=2e-6)
+    seen = check(fn, *inputs()[:3], masked(2), expect={}, tol=2e-6)
     assert "softmax" not in str(seen.graphs[0])
 
 
@@ -195,7 +199,7 @@ def scores_squared(q, k, v, mask, bias):
     ],
 )
 def test_near_misses_say_why(spelling, why):
-    seen = check(spelling, *inputs(), random(1, HEADS, TOKENS, KEYS), passes=PASSES, expect={}, whole=False)
+    seen = check(spelling, *inputs(), random(1, HEADS, TOKENS, KEYS), expect={}, whole=False)
     assert "softmax" in str(seen.graphs[0]) and any(why in reason for reason in seen.refused), seen.refused
 
 
@@ -224,7 +228,7 @@ def test_what_changes_between_scores_and_result(fn):
     """Scores would be computed later: of other values, or with gradients."""
     frozen = fn is not weights_without_gradients
     q, k, v = (random(ROWS, HEADS, n, WIDTH, grad=not frozen) for n in (TOKENS, KEYS, KEYS))
-    seen = check(fn, q, k, v, passes=PASSES, expect={}, whole=False)
+    seen = check(fn, q, k, v, expect={}, whole=False)
     assert "scaled_dot_product" not in str(seen.graphs[0]) and "in place" in str(seen.refused)
 
 

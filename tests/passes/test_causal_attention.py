@@ -1,16 +1,18 @@
 """Causal attention of wide heads becomes an op where that is the fastest; any other attention stays torch's."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.passes import run
 from tests.support.passes.functions import repeated
-from tests.support.passes.run import check, family, random
+from tests.support.passes.run import family, random
 from tunecompile.compiler import attention_backend
 
-PASSES = family("causal_attention")
+check = partial(run.check, passes=family("causal_attention"))
 HEADS, WIDTH, TOKENS = 4, 8, 6
 ONE = {"causal_attention": 1}
 
@@ -48,17 +50,17 @@ def inputs(dtype=torch.bfloat16):
 @pytest.mark.parametrize("spelling", [whole, shared_keys, grouped])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_spellings(spelling, dtype):
-    seen = check(spelling, *inputs(dtype), passes=PASSES, expect=ONE, tol=2e-2)
+    seen = check(spelling, *inputs(dtype), expect=ONE, tol=2e-2)
     assert "scaled_dot_product" not in str(seen.graphs[0]) and "expand" not in str(seen.graphs[0])
 
 
 def test_lengths_that_change():
-    check(shared_keys, *inputs(), passes=PASSES, expect=ONE, tol=2e-2, dynamic=True)
+    check(shared_keys, *inputs(), expect=ONE, tol=2e-2, dynamic=True)
 
 
 def test_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
-        check(shared_keys, *inputs(torch.float32), passes=PASSES, expect=ONE, tol=2e-2)
+        check(shared_keys, *inputs(torch.float32), expect=ONE, tol=2e-2)
 
 
 def not_causal(q, k, v):
@@ -90,7 +92,7 @@ def narrow_heads(q, k, v):
     "spelling", [not_causal, under_a_mask, with_dropout, fewer_queries, narrow_values, narrow_heads]
 )
 def test_other_attention(spelling):
-    check(spelling, *inputs(), passes=PASSES, expect={}, tol=2e-2)
+    check(spelling, *inputs(), expect={}, tol=2e-2)
 
 
 def one_row_of_keys(q, k, v):
@@ -103,13 +105,13 @@ def one_head_of_values(q, k, v):
 
 @pytest.mark.parametrize("spelling", [one_row_of_keys, one_head_of_values])
 def test_keys_that_are_broadcast(spelling):
-    seen = check(spelling, *inputs(), passes=PASSES, expect={}, tol=2e-2)
+    seen = check(spelling, *inputs(), expect={}, tol=2e-2)
     assert any("differ in rows, tokens or heads" in reason for reason in seen.refused), seen.refused
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_whole_precision(dtype):
-    check(whole, *inputs(dtype), passes=PASSES, expect={})
+    check(whole, *inputs(dtype), expect={})
 
 
 @pytest.mark.parametrize("takes", [True, False])
@@ -117,12 +119,12 @@ def test_where_something_else_is_faster(monkeypatch, takes):
     monkeypatch.setattr(
         sys.modules["tunecompile.passes.recognize.causal_attention"], "takes_blocks", lambda node: takes
     )
-    check(whole, *inputs(), passes=PASSES, expect=ONE if takes else {}, tol=2e-2)
+    check(whole, *inputs(), expect=ONE if takes else {}, tol=2e-2)
 
 
 def test_none_where_kernels_have_to_be_the_same_each_time():
     torch.use_deterministic_algorithms(True)
     try:
-        check(whole, *inputs(), passes=PASSES, expect={}, tol=2e-2)
+        check(whole, *inputs(), expect={}, tol=2e-2)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -1,21 +1,23 @@
 """Attention under a document mask reads offsets; under any other it stays."""
 
 import operator
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph
 
+from tests.support.passes import run
 from tests.support.passes.functions import repeated
-from tests.support.passes.run import check, family, random
+from tests.support.passes.run import family, random
 from tests.support.passes.traced import traced
 from tests.support.trees import tree_of
 from tunecompile.compiler.attention_calls import unrepeated
 from tunecompile.ir.canonicalize import value
 from tunecompile.ops import document_mask, varlen_attention
 
-PASSES = family("document_attention")
+check = partial(run.check, passes=family("document_attention"))
 HEADS, WIDTH = 4, 8
 OFFSETS = torch.tensor([0, 3, 7, 7, 11], dtype=torch.int32)
 TOTAL, LONGEST = 11, 4
@@ -77,13 +79,13 @@ def inputs(dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_branches(dtype):
     offsets, tree, places = tree_of(((-1, 4), (0, 3), (0, 1), (-1, 3)))
-    check(of_branches, *inputs(dtype), offsets, tree, places, passes=PASSES, expect={"branch_attention": 1})
+    check(of_branches, *inputs(dtype), offsets, tree, places, expect={"branch_attention": 1})
 
 
 @pytest.mark.parametrize("spelling", [whole, shared_keys, sliced_mask, grouped, narrow_values, wide_values, images])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_spellings(spelling, dtype):
-    check(spelling, *inputs(dtype), OFFSETS, passes=PASSES, expect={"varlen_attention": 1})
+    check(spelling, *inputs(dtype), OFFSETS, expect={"varlen_attention": 1})
 
 
 def added(offsets, window=0, dtype=torch.float32):
@@ -126,7 +128,7 @@ def factor_behind_mask(q, k, v, offsets):
 
 @pytest.mark.parametrize("spelling", [written_out, divided, soft_capped, with_sinks, factor_behind_mask])
 def test_written_out(spelling):
-    seen = check(spelling, *inputs(), OFFSETS, passes=PASSES, expect={"varlen_attention": 1})
+    seen = check(spelling, *inputs(), OFFSETS, expect={"varlen_attention": 1})
     assert "softmax" not in str(seen.graphs[0]) and "where" not in str(seen.graphs[0])
 
 
@@ -169,7 +171,7 @@ def test_near_misses_written_out(rest):
         scores = (heads(q) @ heads(k).mT) * 0.3 + added(offsets, dtype=torch.float16).float()
         return rest(scores, heads(v))
 
-    check(layer, *inputs(), OFFSETS, passes=PASSES, expect={"document_mask": 1}, whole=False)
+    check(layer, *inputs(), OFFSETS, expect={"document_mask": 1}, whole=False)
 
 
 def weighed(q, k, v, offsets):
@@ -184,7 +186,7 @@ def dropped(q, k, v, offsets):
 
 @pytest.mark.parametrize("layer", [weighed, dropped])
 def test_near_misses_of_masks_and_dropout(layer):
-    check(layer, *inputs(), OFFSETS, passes=PASSES, expect={"document_mask": 1}, whole=False)
+    check(layer, *inputs(), OFFSETS, expect={"document_mask": 1}, whole=False)
 
 
 def another_mask(q, k, v, offsets):
@@ -199,7 +201,7 @@ def part_of_it(q, k, v, offsets):
 
 def test_near_misses():
     """The mask is then made, and the numbers are right."""
-    check(another_mask, *inputs(), OFFSETS, passes=PASSES, expect={"document_mask": 1})
+    check(another_mask, *inputs(), OFFSETS, expect={"document_mask": 1})
 
 
 def test_kernels_get_queries_as_they_were_before_scores_were_made_exact():
@@ -210,14 +212,14 @@ def test_kernels_get_queries_as_they_were_before_scores_were_made_exact():
         weights = (torch.matmul(q, k.transpose(-1, -2)) / 2.5 + added(offsets)).softmax(-1).to(v.dtype)
         return torch.matmul(weights, heads(v))
 
-    (graph,) = check(exact_scores, *inputs(torch.bfloat16), OFFSETS, passes=PASSES, whole=False, tol=2e-2).graphs
+    (graph,) = check(exact_scores, *inputs(torch.bfloat16), OFFSETS, whole=False, tol=2e-2).graphs
     (call,) = [node for node in graph.nodes if node.target is varlen_attention.overload]
     assert {value(each).dtype for each in call.args[:3]} == {torch.bfloat16} and "float32" not in str(graph)
 
 
 def test_keys_that_were_repeated_are_read_once():
     """The op gets the shared heads: it sums their gradients by itself."""
-    (graph,) = check(shared_keys, *inputs(), OFFSETS, passes=PASSES, whole=False).graphs
+    (graph,) = check(shared_keys, *inputs(), OFFSETS, whole=False).graphs
     (call,) = [node for node in graph.nodes if node.target is varlen_attention.overload]
     assert value(call.args[1]).shape == (TOTAL, 2, WIDTH)
 
@@ -266,5 +268,5 @@ def test_keys_that_change_between_scores_and_result():
         return weights @ heads(v)
 
     q, k, v = (each.detach() for each in inputs())
-    seen = check(fn, q, k, v, OFFSETS, passes=PASSES, expect={"document_mask": 1}, whole=False)
+    seen = check(fn, q, k, v, OFFSETS, expect={"document_mask": 1}, whole=False)
     assert "in place" in str(seen.refused)

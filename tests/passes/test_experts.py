@@ -1,14 +1,17 @@
 """Grouped products of stacks, adapted or not, and the rows that go to experts and come back."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from tests.support.passes.run import check, family, random
+from tests.support.passes import run
+from tests.support.passes.run import family, random
 from tunecompile.compiler.backend import Backend
 from tunecompile.ops import adapted_stack
 from tunecompile.passes import PIPELINE
 
-PASSES = family("experts", "expert_rows", "expert_biases", "expert_masks")
+check = partial(run.check, passes=family("experts", "expert_rows", "expert_biases", "expert_masks"))
 EXPERTS, CHOICES, TOKENS, WIDTH, INNER = 4, 2, 12, 16, 8
 TOL = 1.5e-2  #: in bfloat16, where a product is rounded once or twice
 
@@ -91,7 +94,7 @@ def test_biases_are_part_of_products(trained, in_place):
     scores = bf16(TOKENS, EXPERTS)
     products = {"grouped_lora_linear": 2, "spread_rows": 2, "collect_rows": 1, "inverse_order": 1}
     inputs = bf16(TOKENS, WIDTH), *stacks_and_biases(trained), scores
-    seen = check(with_biases(in_place=in_place), *inputs, passes=PASSES, expect=products, tol=TOL)
+    seen = check(with_biases(in_place=in_place), *inputs, expect=products, tol=TOL)
     left = str(seen.graphs[0])
     assert "add" not in left and "masked_fill" not in left and "up_bias" in left, left
 
@@ -108,7 +111,7 @@ def test_other_biases_are_added_as_they_are(other, reason):
     """Of ids that may be below 0, of other ids, of ids that a clamp moves to another expert."""
     inputs = bf16(TOKENS, WIDTH), *stacks_and_biases(), bf16(TOKENS, EXPERTS)
     products = {"grouped_lora_linear": 2, "spread_rows": 2, "collect_rows": 1, "inverse_order": 1}
-    seen = check(other, *inputs, passes=PASSES, expect=products, tol=TOL)
+    seen = check(other, *inputs, expect=products, tol=TOL)
     assert "add" in str(seen.graphs[0]) and any(reason in told for told in seen.refused), seen.refused
 
 
@@ -121,7 +124,6 @@ def test_a_layer(layer, trained):
         bf16(EXPERTS, INNER, WIDTH, grad=trained, scale=0.3),
         bf16(EXPERTS, WIDTH, INNER, grad=trained, scale=0.3),
         *routing(),
-        passes=PASSES,
         expect={"grouped_lora_linear": 2, "spread_rows": 2, "collect_rows": 1, "inverse_order": 1},
         tol=TOL,
     )
@@ -164,33 +166,15 @@ def stacks(transposed, width=WIDTH, columns=INNER):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_adapters(transposed):
-    check(
-        adapted(transposed=transposed),
-        *stacks(transposed),
-        passes=PASSES,
-        expect={"grouped_lora_linear": 1},
-        tol=TOL,
-    )
+    check(adapted(transposed=transposed), *stacks(transposed), expect={"grouped_lora_linear": 1}, tol=TOL)
 
 
 def test_a_stack_that_is_read_elsewhere_is_written_out_too():
-    check(
-        adapted(read_elsewhere=True),
-        *stacks(False),
-        passes=PASSES,
-        expect={"grouped_lora_linear": 1, "adapted_stack": 1},
-        tol=TOL,
-    )
+    check(adapted(read_elsewhere=True), *stacks(False), expect={"grouped_lora_linear": 1, "adapted_stack": 1}, tol=TOL)
 
 
 def test_adapters_across_the_product_are_left():
-    seen = check(
-        adapted(across=True),
-        *stacks(False, WIDTH, WIDTH),
-        passes=PASSES,
-        expect={"adapted_stack": 1},
-        tol=TOL,
-    )
+    seen = check(adapted(across=True), *stacks(False, WIDTH, WIDTH), expect={"adapted_stack": 1}, tol=TOL)
     assert "the other way round" in str(seen.refused)
 
 
@@ -203,7 +187,7 @@ def test_adapters_across_the_product_are_left():
 )
 def test_copies_of_matrices_are_told(product):
     """As transformers' batched_mm writes it, for a few tokens."""
-    seen = check(product, random(3, WIDTH), random(EXPERTS, INNER, WIDTH), torch.tensor([2, 0, 2]), passes=PASSES)
+    seen = check(product, random(3, WIDTH), random(EXPERTS, INNER, WIDTH), torch.tensor([2, 0, 2]))
     assert "copy of its expert's matrix" in str(seen.refused)
 
 
@@ -216,7 +200,7 @@ def test_a_stack_that_is_mutated_is_left(what):
         return torch._grouped_mm(x, stack.transpose(-2, -1), offs=ends)
 
     x, *others = stacks(False)
-    seen = check(layer, x.detach(), *(o.detach() for o in others), passes=PASSES, expect={"adapted_stack": 1}, tol=TOL)
+    seen = check(layer, x.detach(), *(o.detach() for o in others), expect={"adapted_stack": 1}, tol=TOL)
     assert "mutated" in str(seen.refused)
 
 
@@ -232,7 +216,6 @@ def test_weights_wait_for_what_is_mutated_behind_the_product():
         bf16(TOKENS, WIDTH, grad=False),
         bf16(EXPERTS, INNER, WIDTH, grad=False),
         *(r.detach() for r in routing()),
-        passes=PASSES,
         tol=TOL,
     )
 
@@ -259,7 +242,6 @@ def test_weights_stay_behind_what_they_weigh(layer):
         bf16(EXPERTS, INNER, WIDTH, grad=False, scale=0.3),
         bf16(EXPERTS, INNER),
         *routing(),
-        passes=PASSES,
         expect={"grouped_lora_linear": 1, "spread_rows": 2, "collect_rows": 1, "inverse_order": 1},
         tol=TOL,
     )
@@ -278,7 +260,6 @@ def test_fp32_goes_by_the_op_of_transformers():
         random(TOKENS, WIDTH),
         random(EXPERTS, INNER, WIDTH, grad=False),
         torch.tensor([3, 3, 9, 12], dtype=torch.int32),
-        passes=PASSES,
         expect={"grouped_lora_linear": 1},
     )
 
@@ -307,7 +288,7 @@ def only_sorted(x, chosen):
 
 @pytest.mark.parametrize("reads", [halves_of_them, by_another_number, not_the_inverse, only_sorted])
 def test_other_reads_are_left(reads):
-    check(reads, random(TOKENS, WIDTH), routing()[0], passes=PASSES, expect={})
+    check(reads, random(TOKENS, WIDTH), routing()[0], expect={})
 
 
 def test_a_sum_in_another_dtype():
@@ -323,7 +304,6 @@ def test_a_sum_in_another_dtype():
         layer,
         bf16(TOKENS, WIDTH),
         routing()[0],
-        passes=PASSES,
         expect={"spread_rows": 1, "collect_rows": 1, "inverse_order": 1},
         tol=TOL,
     )
@@ -337,13 +317,7 @@ def test_sums_over_another_dim_keep_their_rows_apart():
         places[order] = torch.arange(order.size(0))
         return rows[places].view(TOKENS, CHOICES, -1).sum(dim=2)
 
-    check(
-        layer,
-        random(TOKENS, WIDTH),
-        routing()[0],
-        passes=PASSES,
-        expect={"spread_rows": 2, "inverse_order": 1},
-    )
+    check(layer, random(TOKENS, WIDTH), routing()[0], expect={"spread_rows": 2, "inverse_order": 1})
 
 
 def with_mask(make, before=lambda ids: None, value=0.0):
@@ -379,7 +353,6 @@ def test_only_masks_over_rows_of_nobody_go(layer, kept):
         bf16(TOKENS, WIDTH),
         bf16(EXPERTS, INNER, WIDTH, grad=False, scale=0.3),
         torch.randint(EXPERTS if kept else EXPERTS + 1, (TOKENS, CHOICES)),  # eager leaves nobody's rows unwritten
-        passes=PASSES,
         expect={"grouped_lora_linear": 1, "spread_rows": 1, "inverse_order": 1},
         tol=TOL,
     )

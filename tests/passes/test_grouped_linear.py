@@ -1,14 +1,17 @@
 """Siblings that share x become one op, unless something stands between them."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.passes import run
 from tests.support.passes.functions import Siblings, lora, operands
-from tests.support.passes.run import check, family, random
+from tests.support.passes.run import family, random
 from tunecompile.ops import gated_activation
 
-PASSES = family("lora", "grouped_linear")
+check = partial(run.check, passes=family("lora", "grouped_linear"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -19,7 +22,6 @@ def test_siblings(number, bias, dtype):
     check(
         layer,
         random(2, 3, 8, dtype=dtype),
-        passes=PASSES,
         expect={"lora_linear": 1},
         parameters=layer.trained(),
         tol=1e-5 if dtype == torch.float32 else 2e-2,
@@ -28,7 +30,7 @@ def test_siblings(number, bias, dtype):
 
 def test_dynamic_shapes():
     layer = Siblings(3)
-    check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, parameters=layer.trained(), rows=(0, 1))
+    check(layer, random(2, 3, 8), expect={"lora_linear": 1}, parameters=layer.trained(), rows=(0, 1))
 
 
 def test_work_between_the_siblings():
@@ -37,27 +39,15 @@ def test_work_between_the_siblings():
         k = lora(x, *o[3:]) * q
         return q, k
 
-    check(fn, random(2, 3, 8), *operands(), *operands(), passes=PASSES, expect={"lora_linear": 1})
+    check(fn, random(2, 3, 8), *operands(), *operands(), expect={"lora_linear": 1})
 
 
 def test_a_sibling_that_is_not_read():
-    check(
-        lambda x, *o: (lora(x, *o[:3]), lora(x, *o[3:]).detach()),
-        random(2, 3, 8),
-        *operands(),
-        *operands(),
-        passes=PASSES,
-    )
+    check(lambda x, *o: (lora(x, *o[:3]), lora(x, *o[3:]).detach()), random(2, 3, 8), *operands(), *operands())
 
 
 def test_one_weight_twice():
-    check(
-        lambda x, *o: lora(x, *o) * lora(x, *o, scale=2.0),
-        random(2, 3, 8),
-        *operands(),
-        passes=PASSES,
-        expect={"lora_linear": 1},
-    )
+    check(lambda x, *o: lora(x, *o) * lora(x, *o, scale=2.0), random(2, 3, 8), *operands(), expect={"lora_linear": 1})
 
 
 def test_with_and_without_bias_and_of_another_input():
@@ -66,7 +56,6 @@ def test_with_and_without_bias_and_of_another_input():
         random(2, 3, 8),
         *operands(),
         *operands(bias=True),
-        passes=PASSES,
         expect={"lora_linear": 2},
     )
     check(
@@ -74,7 +63,6 @@ def test_with_and_without_bias_and_of_another_input():
         random(2, 3, 8),
         *operands(),
         *operands(),
-        passes=PASSES,
         expect={"lora_linear": 2},
     )
 
@@ -90,7 +78,6 @@ def test_biases_that_are_computed():
         random(2, 3, 8),
         *operands(bias=True),
         *operands(bias=True),
-        passes=PASSES,
         expect={"lora_linear": 1},
     )
     seen = check(
@@ -98,7 +85,6 @@ def test_biases_that_are_computed():
         random(2, 3, 8),
         *operands(bias=True),
         *operands(bias=True),
-        passes=PASSES,
         expect={"lora_linear": 2},
     )
     assert any("later values" in reason for reason in seen.refused)
@@ -110,7 +96,6 @@ def test_weights_computed_from_the_first_ones_result():
         random(2, 3, 8),
         *operands(),
         *operands(),
-        passes=PASSES,
         expect={"lora_linear": 2},
     )
 
@@ -121,7 +106,7 @@ def test_an_input_computed_from_the_first_ones_result():
         z = F.dropout(q[..., :1] + x, 0.0)
         return q, F.linear(x, o[3]) + F.linear(F.linear(z, o[4]), o[5]) * 0.5
 
-    check(fn, random(2, 3, 8), *operands(), *operands(), passes=PASSES)
+    check(fn, random(2, 3, 8), *operands(), *operands())
 
 
 @pytest.mark.parametrize("what", ["x", "adapter", "weight"])
@@ -132,13 +117,7 @@ def test_never_across_a_mutation(what):
         {"x": x, "adapter": a2, "weight": w2}[what].add_(1.0)
         return q, lora(x, w2, a2, b2)
 
-    check(
-        fn,
-        random(2, 3, 8, grad=False),
-        *(t.detach() for t in operands()),
-        *(t.detach() for t in operands()),
-        passes=PASSES,
-    )
+    check(fn, random(2, 3, 8, grad=False), *(t.detach() for t in operands()), *(t.detach() for t in operands()))
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -150,7 +129,7 @@ def test_never_across_a_change_of_grad_mode(frozen):
                 made.append(lora(x, *o[3 * i : 3 * i + 3]))
         return made[0] * made[1]
 
-    check(fn, random(2, 3, 8), *operands(), *operands(), passes=PASSES)
+    check(fn, random(2, 3, 8), *operands(), *operands())
 
 
 def test_a_result_that_is_changed_in_place():
@@ -165,13 +144,13 @@ def test_a_result_that_is_changed_in_place():
 def test_autocast_with_fp32_parameters():
     layer = Siblings(3)
     with torch.autocast("cpu", torch.bfloat16):
-        check(layer, random(2, 3, 8), passes=PASSES, parameters=layer.trained(), tol=2e-2)
+        check(layer, random(2, 3, 8), parameters=layer.trained(), tol=2e-2)
 
 
 def test_autocast_with_fp32_parameters_is_grouped():
     layer = Siblings(3)
     with torch.autocast("cpu", torch.bfloat16):
-        check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, parameters=layer.trained(), tol=2e-2)
+        check(layer, random(2, 3, 8), expect={"lora_linear": 1}, parameters=layer.trained(), tol=2e-2)
 
 
 @pytest.mark.parametrize("cast", [False, True])
@@ -198,9 +177,9 @@ def test_dropout_on_one_sibling_only():
     def fn(x, *o):
         return lora(x, *o[:3]), F.linear(x, o[3]) + F.linear(F.linear(F.dropout(x, 1.0), o[4]), o[5]) * 0.5
 
-    check(fn, random(2, 3, 8), *operands(), *operands(), passes=PASSES, expect={"lora_linear": 2})
+    check(fn, random(2, 3, 8), *operands(), *operands(), expect={"lora_linear": 2})
 
 
 def test_dropout_with_p_1_draws_nothing():
     layer = Siblings(2, dropout=1.0)
-    check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, parameters=layer.trained())
+    check(layer, random(2, 3, 8), expect={"lora_linear": 1}, parameters=layer.trained())

@@ -1,18 +1,21 @@
 """Low-rank adapters as PEFT and others write them; what is no adapter of a frozen linear."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx import Graph
 
+from tests.support.passes import run
 from tests.support.passes.functions import Siblings, lora, operands, rows_of
-from tests.support.passes.run import assert_same, check, family, random
+from tests.support.passes.run import assert_same, family, random
 from tunecompile._torch.modules import linear as product
 from tunecompile.compiler.backend import Backend
 from tunecompile.passes import PIPELINE
 
-PASSES = family("lora")
+check = partial(run.check, passes=family("lora"))
 GROUPED = family("lora", "grouped_linear")
 
 
@@ -29,7 +32,7 @@ SPELLINGS = [
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_matches(spelling):
-    check(spelling, random(2, 3, 8), *operands(), passes=PASSES, expect={"lora_linear": 1})
+    check(spelling, random(2, 3, 8), *operands(), expect={"lora_linear": 1})
 
 
 def test_what_may_be_an_adapter():
@@ -52,17 +55,17 @@ def test_linears_behind_a_function_of_another_package(monkeypatch):
     """DeepSpeed's ZeRO-3 puts one in the place of torch's, for good."""
     linear = F.linear
     monkeypatch.setattr(F, "linear", lambda input, weight, bias=None: linear(input, weight, bias))
-    check(lora, random(2, 3, 8), *operands(), passes=PASSES, expect={"lora_linear": 1})
+    check(lora, random(2, 3, 8), *operands(), expect={"lora_linear": 1})
 
 
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (1, 1, 8), (2, 0, 8)])
 def test_any_rank_of_the_input(shape):
-    check(lora, random(*shape), *operands(), passes=PASSES, expect={"lora_linear": 1})
+    check(lora, random(*shape), *operands(), expect={"lora_linear": 1})
 
 
 def test_bias_and_other_widths():
-    check(lora, random(2, 3, 8), *operands(bias=True), passes=PASSES, expect={"lora_linear": 1})
-    check(lora, random(2, 3, 8), *operands(n=1, r=1, bias=True), passes=PASSES, expect={"lora_linear": 1})
+    check(lora, random(2, 3, 8), *operands(bias=True), expect={"lora_linear": 1})
+    check(lora, random(2, 3, 8), *operands(n=1, r=1, bias=True), expect={"lora_linear": 1})
 
 
 def behind(x, w, bias):
@@ -90,29 +93,19 @@ class Turned(nn.Module):
 def test_bias_beside_other_spellings_of_the_product(spelling):
     layer = Turned(spelling)
     for shape in [(8,)] * (spelling is behind) + [(4, 8), (2, 3, 8), (2, 1, 3, 8), (2, 0, 8)]:
-        check(layer, random(*shape), passes=PASSES, expect={"lora_linear": 1}, parameters=list(layer.parameters()))
-    check(
-        layer,
-        random(2, 3, 8),
-        passes=PASSES,
-        expect={"lora_linear": 1},
-        rows=(0, 1),
-        parameters=list(layer.parameters()),
-    )
+        check(layer, random(*shape), expect={"lora_linear": 1}, parameters=list(layer.parameters()))
+    check(layer, random(2, 3, 8), expect={"lora_linear": 1}, rows=(0, 1), parameters=list(layer.parameters()))
     half = Turned(spelling, torch.bfloat16)
     check(
         half,
         random(2, 3, 8, dtype=torch.bfloat16),
-        passes=PASSES,
         expect={"lora_linear": 1},
         parameters=list(half.parameters()),
         tol=1.5e-2,
     )
     assert any(
         node.target is F.dropout
-        for node in check(
-            Turned(spelling, dropout=0.5), random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, tol=9
-        )
+        for node in check(Turned(spelling, dropout=0.5), random(2, 3, 8), expect={"lora_linear": 1}, tol=9)
         .graphs[0]
         .nodes
     )
@@ -126,7 +119,6 @@ def test_autocast_around_other_spellings_of_the_product(spelling):
         check(
             layer,
             random(2, 3, 8),
-            passes=PASSES,
             expect={"lora_linear": 1} if spelling is rows_of else {},
             parameters=list(layer.parameters()),
             tol=1.5e-2,
@@ -136,7 +128,7 @@ def test_autocast_around_other_spellings_of_the_product(spelling):
 def test_a_trained_weight_of_rows():
     layer = Turned(rows_of)
     layer.w.requires_grad_()
-    check(layer, random(2, 3, 8), passes=PASSES, expect={}, parameters=list(layer.parameters()))
+    check(layer, random(2, 3, 8), expect={}, parameters=list(layer.parameters()))
 
 
 @pytest.mark.parametrize("spelling", [None, rows_of, behind])
@@ -148,7 +140,7 @@ def test_a_bias_of_the_adapters_own(spelling):
         return (base + F.linear(F.linear(x.to(a.dtype), a), b, own) * 0.25).to(base.dtype)
 
     for bias in [random(6)] if spelling else [None, random(6)]:
-        seen = check(fn, random(2, 3, 8), *operands(), random(6), bias, passes=PASSES, expect={"lora_linear": 1})
+        seen = check(fn, random(2, 3, 8), *operands(), random(6), bias, expect={"lora_linear": 1})
         assert not seen.refused
     half = operands(dtype=torch.bfloat16, adapters=torch.float32)
     check(
@@ -157,7 +149,6 @@ def test_a_bias_of_the_adapters_own(spelling):
         *half,
         random(6),
         random(6, dtype=torch.bfloat16),
-        passes=PASSES,
         expect={"lora_linear": 1},
         tol=1.5e-2,
     )
@@ -172,7 +163,7 @@ def test_fp32_adapters_on_a_half_precision_base(base):
         return result.to(dtype)
 
     w, a, b = operands(dtype=base, adapters=torch.float32)
-    check(peft, random(2, 3, 8, dtype=base), w, a, b, passes=PASSES, expect={"lora_linear": 1}, tol=1e-2)
+    check(peft, random(2, 3, 8, dtype=base), w, a, b, expect={"lora_linear": 1}, tol=1e-2)
 
 
 @pytest.mark.parametrize("params", [torch.float32, torch.bfloat16], ids=str)
@@ -181,14 +172,14 @@ def test_autocast(params):
         with torch.autocast("cpu", torch.bfloat16):
             return lora(x, w, a, b)
 
-    check(fn, random(2, 3, 8, dtype=params), *operands(dtype=params), passes=PASSES, tol=1.5e-2)
-    check(fn, random(2, 3, 8), *operands(dtype=torch.float32), passes=PASSES, tol=1.5e-2)
+    check(fn, random(2, 3, 8, dtype=params), *operands(dtype=params), tol=1.5e-2)
+    check(fn, random(2, 3, 8), *operands(dtype=torch.float32), tol=1.5e-2)
 
     def around(x, w, a, b):
         return lora(x, w, a, b)
 
     with torch.autocast("cpu", torch.bfloat16):
-        check(around, random(2, 3, 8), *operands(), passes=PASSES, expect={"lora_linear": 1}, tol=1.5e-2)
+        check(around, random(2, 3, 8), *operands(), expect={"lora_linear": 1}, tol=1.5e-2)
 
 
 def test_two_adapters_on_one_base():
@@ -197,7 +188,6 @@ def test_two_adapters_on_one_base():
         random(2, 3, 8),
         *operands(),
         *operands(r=3)[1:],
-        passes=PASSES,
     )
 
 
@@ -207,19 +197,18 @@ def test_an_adapter_with_its_own_input():
         random(2, 3, 8),
         random(2, 3, 8),
         *operands(),
-        passes=PASSES,
         expect={"lora_linear": 1},
     )
 
 
 def test_dynamic_shapes():
     layer = Siblings(1)
-    check(layer, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 1}, rows=(0, 1), parameters=layer.trained())
+    check(layer, random(2, 3, 8), expect={"lora_linear": 1}, rows=(0, 1), parameters=layer.trained())
 
 
 def test_a_dynamic_scale_is_made_a_constant():
     layer = Siblings(1)
-    check(layer, random(2, 3, 8), passes=PASSES, dynamic=True, parameters=layer.trained())
+    check(layer, random(2, 3, 8), dynamic=True, parameters=layer.trained())
 
 
 def test_two_layers_of_one_region_with_two_scales():
@@ -273,15 +262,13 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_does_not_match(name):
-    check(MUTATIONS[name], random(2, 6, 8), *operands(), passes=PASSES, expect={})
+    check(MUTATIONS[name], random(2, 6, 8), *operands(), expect={})
 
 
 def test_a_trained_base():
     w, a, b = operands()
-    check(lora, random(2, 3, 8), w.requires_grad_(), a, b, passes=PASSES, expect={})
-    check(
-        lambda x, v, w, a, b: lora(x, w + v, a, b), random(2, 3, 8), random(6, 8), *operands(), passes=PASSES, expect={}
-    )
+    check(lora, random(2, 3, 8), w.requires_grad_(), a, b, expect={})
+    check(lambda x, v, w, a, b: lora(x, w + v, a, b), random(2, 3, 8), random(6, 8), *operands(), expect={})
 
 
 def test_broadcast_delta():
@@ -290,7 +277,6 @@ def test_broadcast_delta():
         lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b[:1]) * 0.5,
         random(2, 3, 8),
         *operands(),
-        passes=PASSES,
         expect={},
     )
     check(
@@ -298,14 +284,12 @@ def test_broadcast_delta():
         random(2, 3, 8),
         random(8),
         *operands(),
-        passes=PASSES,
     )
     check(
         lambda x, z, w, a, b: F.linear(x, w) + F.linear(F.linear(z, a), b) * 0.5,
         random(3, 8),
         random(2, 3, 8),
         *operands(),
-        passes=PASSES,
     )
 
 
@@ -314,7 +298,6 @@ def test_another_result_dtype():
         lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x.float(), a), b) * 0.5,
         random(2, 3, 8, dtype=torch.bfloat16),
         *operands(dtype=torch.bfloat16, adapters=torch.float32),
-        passes=PASSES,
         expect={},
         tol=1e-2,
     )
@@ -332,8 +315,8 @@ def test_never_across_a_mutation():
         y += F.linear(F.linear(x, a), b) * 0.5
         return y
 
-    check(between, random(2, 3, 8, grad=False), *(t.detach() for t in operands()), passes=PASSES, expect={})
-    check(base, random(2, 3, 8), *operands(), passes=PASSES)
+    check(between, random(2, 3, 8, grad=False), *(t.detach() for t in operands()), expect={})
+    check(base, random(2, 3, 8), *operands())
 
 
 def test_an_adapter_of_an_adapter():
@@ -342,7 +325,6 @@ def test_an_adapter_of_an_adapter():
         random(2, 3, 8),
         *operands(n=8),
         *operands(),
-        passes=PASSES,
         expect={"lora_linear": 2},
     )
 

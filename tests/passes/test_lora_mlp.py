@@ -1,13 +1,16 @@
 """Adapted gate|up, activation and down become one op where a provider joins them, and only then."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.passes import run
 from tests.support.passes.functions import lora, mlp, mlp_weights, operands
-from tests.support.passes.run import check, family, random
+from tests.support.passes.run import family, random
 
-PASSES = family("nf4", "lora", "grouped_linear", "lora_nf4", "swiglu", "lora_mlp")
+check = partial(run.check, passes=family("nf4", "lora", "grouped_linear", "lora_nf4", "swiglu", "lora_mlp"))
 
 
 ONE = {"lora_mlp": 1}
@@ -16,7 +19,7 @@ APART = {"lora_linear": 2, "gated_activation": 1}
 
 @pytest.mark.parametrize("act", [F.silu, F.gelu, lambda g: F.gelu(g, approximate="tanh")])
 def test_matches(joined, act):
-    check(lambda x, *o: mlp(x, *o, act=act), random(2, 3, 8), *mlp_weights(), passes=PASSES, expect=ONE)
+    check(lambda x, *o: mlp(x, *o, act=act), random(2, 3, 8), *mlp_weights(), expect=ONE)
 
 
 def test_autocast(joined):
@@ -24,24 +27,24 @@ def test_autocast(joined):
         with torch.autocast("cpu", torch.bfloat16):
             return mlp(x, *o)
 
-    check(fn, random(2, 3, 8, dtype=torch.bfloat16), *mlp_weights(), passes=PASSES, expect=ONE, tol=3e-2)
+    check(fn, random(2, 3, 8, dtype=torch.bfloat16), *mlp_weights(), expect=ONE, tol=3e-2)
 
 
 def test_dynamic_shapes(joined):
-    check(mlp, random(2, 3, 8), *mlp_weights(), passes=PASSES, expect=ONE, rows=(0, 1))
+    check(mlp, random(2, 3, 8), *mlp_weights(), expect=ONE, rows=(0, 1))
 
 
 def test_two_in_a_row(joined):
-    check(lambda x, *o: mlp(x + mlp(x, *o), *o), random(2, 3, 8), *mlp_weights(), passes=PASSES, expect={"lora_mlp": 2})
+    check(lambda x, *o: mlp(x + mlp(x, *o), *o), random(2, 3, 8), *mlp_weights(), expect={"lora_mlp": 2})
 
 
 def test_ranks_of_their_own(joined):
     o = [*operands(12, 8, r=1), *operands(12, 8, r=4), *operands(8, 12, r=3)]
-    check(mlp, random(2, 3, 8), *o, passes=PASSES, expect=ONE)
+    check(mlp, random(2, 3, 8), *o, expect=ONE)
 
 
 def test_nothing_on_a_cpu():
-    check(mlp, random(2, 3, 8), *mlp_weights(), passes=PASSES, expect=APART)
+    check(mlp, random(2, 3, 8), *mlp_weights(), expect=APART)
 
 
 MUST_NOT = {
@@ -61,7 +64,7 @@ MUST_NOT = {
 
 @pytest.mark.parametrize("spelling", MUST_NOT)
 def test_does_not_match(joined, spelling):
-    assert "lora_mlp" not in check(MUST_NOT[spelling], random(2, 3, 8), *mlp_weights(), passes=PASSES).ops
+    assert "lora_mlp" not in check(MUST_NOT[spelling], random(2, 3, 8), *mlp_weights()).ops
 
 
 def test_biases_and_dropout_stay_apart(joined):
@@ -70,7 +73,7 @@ def test_biases_and_dropout_stay_apart(joined):
     def fn(x, *o):
         return lora(F.silu(lora(x, *o[:4])) * lora(x, *o[4:8]), *o[8:])
 
-    seen = check(fn, random(2, 3, 8), *biased, passes=PASSES, expect=APART)
+    seen = check(fn, random(2, 3, 8), *biased, expect=APART)
     assert any("bias" in reason for reason in seen.refused)
 
 
@@ -78,7 +81,7 @@ def test_an_adapter_on_down_alone_is_no_near_miss(joined):
     def fn(x, gate, up, *o):
         return lora(F.silu(F.linear(x, gate)) * F.linear(x, up), *o)
 
-    seen = check(fn, random(2, 3, 8), random(12, 8), random(12, 8), *operands(8, 12), passes=PASSES)
+    seen = check(fn, random(2, 3, 8), random(12, 8), random(12, 8), *operands(8, 12))
     assert "lora_mlp" not in seen.ops and not seen.refused
 
 
@@ -93,7 +96,6 @@ def test_adapters_in_another_dtype_stay_apart(joined):
         fn,
         random(2, 3, 8, dtype=torch.bfloat16),
         *mlp_weights(dtype=torch.bfloat16, adapters=torch.float32),
-        passes=PASSES,
         expect=APART,
         tol=3e-2,
     )
@@ -112,7 +114,7 @@ def test_dequantised_weights(joined):
         return one(down, F.silu(one(gate, x, *o[:2])) * one(up, x, *o[2:4]), *o[4:])
 
     o = [t for n, k in ((128, 64), (128, 64), (64, 128)) for t in (random(2, k), random(n, 2))]
-    check(fn, random(2, 3, 64), *o, passes=PASSES, expect={"dequantize_4bit": 3, "lora_mlp": 1}, tol=5e-5)
+    check(fn, random(2, 3, 64), *o, expect={"dequantize_4bit": 3, "lora_mlp": 1}, tol=5e-5)
 
 
 HALVES = {
@@ -134,7 +136,7 @@ def test_one_projection_that_gives_gate_and_up(joined, halves):
         gate, up = HALVES[halves](lora(x, *o[:3]))
         return lora(F.silu(gate) * up, *o[3:])
 
-    check(fn, random(2, 3, 8), *operands(24, 8), *operands(8, 12), passes=PASSES, expect=ONE)
+    check(fn, random(2, 3, 8), *operands(24, 8), *operands(8, 12), expect=ONE)
 
 
 @pytest.mark.parametrize("halves", NOT_HALVES)
@@ -144,7 +146,7 @@ def test_what_are_no_halves_of_one_projection(joined, halves):
         return lora(F.silu(gate) * up, *o[3:])
 
     width = {"tokens": 24, "thirds": 8}.get(halves, 12)
-    seen = check(fn, random(2, 4, 8), *operands(24, 8), *operands(8, width), passes=PASSES)
+    seen = check(fn, random(2, 4, 8), *operands(24, 8), *operands(8, width))
     assert "lora_mlp" not in seen.ops
 
 
@@ -154,4 +156,4 @@ def test_gate_and_up_without_autograd(joined):
             act = F.silu(lora(x, *o[:3])) * lora(x, *o[3:6])
         return lora(act, *o[6:]) + x
 
-    assert "lora_mlp" not in check(fn, random(2, 3, 8), *mlp_weights(), passes=PASSES).ops
+    assert "lora_mlp" not in check(fn, random(2, 3, 8), *mlp_weights()).ops

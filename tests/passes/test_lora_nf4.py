@@ -1,17 +1,19 @@
 """On a GPU adapted linears take packed weights, if these have one format and nothing else reads them."""
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.support.ops.arguments import quantized
+from tests.support.passes import run
 from tests.support.passes.functions import linear_4bit, lora
-from tests.support.passes.run import check, family, random
+from tests.support.passes.run import family, random
 from tunecompile.ops import dequantize_4bit
 
-PASSES = family("nf4", "lora", "grouped_linear", "lora_nf4")
+check = partial(run.check, passes=family("nf4", "lora", "grouped_linear", "lora_nf4"))
 APART = {"dequantize_4bit": 1, "lora_linear": 1}
 PACKED = {"lora_linear_nf4": 1}
 
@@ -39,7 +41,7 @@ def test_siblings_read_packed_weights(options):
     def fn(x, *o):
         return adapted(one, x, *o[:2]), adapted(other, x, *o[2:])
 
-    check(fn, random(3, 64), *adapters(6), *adapters(128), passes=PASSES, expect=PACKED, whole=False)
+    check(fn, random(3, 64), *adapters(6), *adapters(128), expect=PACKED, whole=False)
 
 
 @pytest.mark.parametrize("missing", ["on_gpu", "has_triton"])
@@ -47,9 +49,7 @@ def test_without_its_kernel_weights_are_dequantised(monkeypatch, missing):
     module = importlib.import_module("tunecompile.passes.recognize.lora_nf4")
     monkeypatch.setattr(module, missing, lambda *_: False)
     layer = linear_4bit(n=6)
-    seen = check(
-        lambda x, *o: adapted(layer, x, *o), random(3, 64), *adapters(6), passes=PASSES, expect=APART, whole=False
-    )
+    seen = check(lambda x, *o: adapted(layer, x, *o), random(3, 64), *adapters(6), expect=APART, whole=False)
     assert not seen.refused
 
 
@@ -69,7 +69,7 @@ def test_siblings_in_two_formats_are_dequantised(name):
     def fn(x, *o):
         return adapted(one, x, *o[:2]), adapted(other, x, *o[2:])
 
-    seen = check(fn, random(3, 128), *adapters(6, 128), *adapters(6, 128), passes=PASSES, whole=False)
+    seen = check(fn, random(3, 128), *adapters(6, 128), *adapters(6, 128), whole=False)
     assert dict(seen.ops) == {"dequantize_4bit": 2, "lora_linear": 1} and "differ in format" in str(seen.refused)
 
 
@@ -79,7 +79,7 @@ def test_weights_beside_a_dense_one_are_dequantised():
     def fn(x, w, *o):
         return adapted(layer, x, *o[:2]), lora(x, w, *o[2:])
 
-    seen = check(fn, random(3, 64), random(6, 64, grad=False), *adapters(6), *adapters(6), passes=PASSES, whole=False)
+    seen = check(fn, random(3, 64), random(6, 64, grad=False), *adapters(6), *adapters(6), whole=False)
     assert "lora_linear_nf4" not in seen.ops and len(seen.refused) == 1
 
 
@@ -94,5 +94,5 @@ def test_packed_weights_that_are_written_in_between():
         packed.bitwise_xor_(85)
         return y
 
-    seen = check(fn, random(3, 64), *adapters(6), passes=PASSES, whole=False)
+    seen = check(fn, random(3, 64), *adapters(6), whole=False)
     assert dict(seen.ops) == {"dequantize_4bit": 1, "lora_linear": 1} and "in place" in str(seen.refused)

@@ -1,16 +1,19 @@
 """The pattern of LoRA in PEFT's own layers: biases, dtypes, merged adapters, dropout."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.passes import run
 from tests.support.passes.functions import Siblings, peft_block, trained_block
-from tests.support.passes.run import check, family, random
+from tests.support.passes.run import family, random
 from tunecompile.compiler.backend import Backend
 from tunecompile.passes import PIPELINE
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 
-PASSES = family("lora")
+check = partial(run.check, passes=family("lora"))
 GROUPED = family("lora", "grouped_linear")
 
 
@@ -30,13 +33,13 @@ GROUPED = family("lora", "grouped_linear")
 def test_peft(options):
     bias = options.pop("bias", False)
     model = peft_block(bias, **options)
-    check(model, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 3}, parameters=trained_block(model))
+    check(model, random(2, 3, 8), expect={"lora_linear": 3}, parameters=trained_block(model))
 
 
 def test_peft_trained_biases():
     model = peft_block(True, bias="all")
     assert any(n.endswith("bias") for n, p in model.named_parameters() if p.requires_grad)
-    check(model, random(2, 3, 8), passes=PASSES, expect={"lora_linear": 3}, parameters=trained_block(model))
+    check(model, random(2, 3, 8), expect={"lora_linear": 3}, parameters=trained_block(model))
 
 
 def test_peft_in_bf16_with_fp32_adapters():
@@ -47,7 +50,6 @@ def test_peft_in_bf16_with_fp32_adapters():
     check(
         model,
         random(2, 3, 8, dtype=torch.bfloat16),
-        passes=PASSES,
         expect={"lora_linear": 3},
         parameters=trained_block(model),
         tol=2e-2,
@@ -59,7 +61,7 @@ def test_peft_merged_or_disabled_adapters():
     for module in model.modules():
         if hasattr(module, "enable_adapters"):
             module.enable_adapters(False)
-    check(model, random(2, 3, 8), passes=PASSES, expect={})
+    check(model, random(2, 3, 8), expect={})
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

@@ -1,6 +1,7 @@
 """bitsandbytes layers, alone and below adapters."""
 
 import operator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,14 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
+from tests.support.passes import run
 from tests.support.passes.functions import linear_4bit
-from tests.support.passes.run import check, family, random
+from tests.support.passes.run import family, random
 from tunecompile.compiler.pass_manager import Context
 
 bnb = pytest.importorskip("bitsandbytes")
 PASSES = family("nf4")
+check = partial(run.check, passes=PASSES)
 ALL = family("nf4", "lora", "grouped_linear", "lora_nf4")
 
 
@@ -26,7 +29,6 @@ def test_a_layer(dtype, quant_type, double, bias):
     check(
         layer,
         random(2, 3, 64, dtype=dtype),
-        passes=PASSES,
         expect={"dequantize_4bit": 1},
         parameters=[p for p in [layer.bias] if p is not None],
         tol=2e-5 if dtype == torch.float32 else 1.5e-2,
@@ -36,26 +38,26 @@ def test_a_layer(dtype, quant_type, double, bias):
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32], ids=str)
 def test_bytes_that_are_stored_as_floats(storage):
     """So that FSDP shards them (bnb_4bit_quant_storage)."""
-    check(linear_4bit(storage=storage), random(2, 3, 64), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5)
+    check(linear_4bit(storage=storage), random(2, 3, 64), expect={"dequantize_4bit": 1}, tol=2e-5)
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (1, 1, 64), (5, 64)])
 def test_any_rank_of_the_input(shape):
-    check(linear_4bit(bias=True), random(*shape), passes=PASSES, tol=2e-5)
+    check(linear_4bit(bias=True), random(*shape), tol=2e-5)
 
 
 def test_blocks_of_another_size():
-    check(linear_4bit(k=128, blocksize=128), random(2, 3, 128), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5)
+    check(linear_4bit(k=128, blocksize=128), random(2, 3, 128), expect={"dequantize_4bit": 1}, tol=2e-5)
 
 
 def test_an_input_of_another_dtype_than_the_computation():
     layer = linear_4bit(dtype=torch.bfloat16)
-    check(layer, random(2, 3, 64), passes=PASSES, tol=1.5e-2)
+    check(layer, random(2, 3, 64), tol=1.5e-2)
 
 
 def test_two_layers_in_a_row():
     first, second = linear_4bit(n=64), linear_4bit()
-    check(lambda x: second(first(x)), random(2, 3, 64), passes=PASSES, expect={"dequantize_4bit": 2}, tol=2e-5)
+    check(lambda x: second(first(x)), random(2, 3, 64), expect={"dequantize_4bit": 2}, tol=2e-5)
 
 
 def test_a_frozen_input():
@@ -63,7 +65,6 @@ def test_a_frozen_input():
         lambda x, y: linear_(x) * y,
         random(2, 3, 64, grad=False),
         random(2, 3, 6),
-        passes=PASSES,
         expect={"dequantize_4bit": 1},
         tol=2e-5,
     )
@@ -73,7 +74,7 @@ linear_ = linear_4bit()
 
 
 def test_dynamic_shapes():
-    check(linear_4bit(), random(2, 3, 64), passes=PASSES, expect={"dequantize_4bit": 1}, tol=2e-5, dynamic=True)
+    check(linear_4bit(), random(2, 3, 64), expect={"dequantize_4bit": 1}, tol=2e-5, dynamic=True)
 
 
 class Pair(nn.Module):

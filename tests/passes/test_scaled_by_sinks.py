@@ -3,16 +3,19 @@
 All sizes are equal, so that dimensions taken for others would still fit. In fp64, with the gradients of sinks.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.passes.run import check, family, random
+from tests.support.passes import run
+from tests.support.passes.run import family, random
 from tests.support.passes.traced import traced
 from tunecompile.compiler.attention_calls.written_out import read_written_out, written_out_attention
 from tunecompile.ops import document_mask, varlen_attention
 
-PASSES = family("document_attention", "attention")
+check = partial(run.check, passes=family("document_attention", "attention"))
 N = 4
 OFFSETS = torch.tensor([0, 1, 4], dtype=torch.int32)
 
@@ -93,14 +96,14 @@ LEFT = {
 @pytest.mark.parametrize("layer", [granite, *map(scaled, FOUND.values())], ids=["granite", *FOUND])
 def test_sinks_that_scale_become_those_of_the_op(layer):
     tol = 1e-6 if layer is granite or layer.__closure__[0].cell_contents is FOUND["cast"] else 1e-12
-    seen = check(layer, *inputs(), OFFSETS, passes=PASSES, expect={"varlen_attention": 1}, tol=tol)
+    seen = check(layer, *inputs(), OFFSETS, expect={"varlen_attention": 1}, tol=tol)
     (call,) = [node for node in seen.graphs[0].nodes if node.target is varlen_attention.overload]
     assert call.args[7] is not None and "logsumexp" not in str(seen.graphs[0])
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_looks_so(name):
-    check(scaled(LEFT[name]), *inputs(), OFFSETS, passes=PASSES, expect={"document_mask": 1}, tol=1e-12, whole=False)
+    check(scaled(LEFT[name]), *inputs(), OFFSETS, expect={"document_mask": 1}, tol=1e-12, whole=False)
 
 
 def before_the_mask(q, k, v, sinks, offsets):
@@ -155,14 +158,14 @@ def by_letters(q, k, v, sinks, offsets):
     "layer", [less_the_maximum, beside_a_column, unscaled_too, read_for_a_loss, in_another_dtype, by_letters]
 )
 def test_scores_and_results_that_are_others(layer):
-    seen = check(layer, *inputs(), OFFSETS, passes=PASSES, whole=False, tol=1e-6)
+    seen = check(layer, *inputs(), OFFSETS, whole=False, tol=1e-6)
     assert "logsumexp" in str(seen.graphs[0]) and not seen.ops["varlen_attention"]
 
 
 @pytest.mark.parametrize("layer", [before_the_mask, of_other_queries])
 def test_attention_that_is_scaled_by_other_scores_has_no_sinks(layer):
     """It is the op, and what scales it stays."""
-    seen = check(layer, *inputs(), OFFSETS, passes=PASSES, whole=False, tol=1e-12)
+    seen = check(layer, *inputs(), OFFSETS, whole=False, tol=1e-12)
     (call,) = [node for node in seen.graphs[0].nodes if node.target is varlen_attention.overload]
     assert call.args[7] is None and "logsumexp" in str(seen.graphs[0])
 
@@ -171,7 +174,7 @@ def test_it_is_torchs_function_under_another_mask():
     def biased(q, k, v, sinks):
         return ((q @ k.mT + v).softmax(-1) @ v) * shares(q @ k.mT, sinks).sigmoid()[..., None]
 
-    seen = check(biased, *inputs(), passes=PASSES, whole=False, tol=1e-12)
+    seen = check(biased, *inputs(), whole=False, tol=1e-12)
     assert "scaled_dot_product_attention" in str(seen.graphs[0]) and "logsumexp" in str(seen.graphs[0])
 
 
@@ -185,7 +188,7 @@ def test_sinks_under_another_mask_are_refused_as_such():
         return (scores.softmax(-1) @ v) * shares(scores, sinks).sigmoid()[..., None]
 
     for fn, reason in (layer, "its scores are more"), (biased, "sinks under a mask"):
-        (refused,) = check(fn, *inputs(), passes=PASSES, whole=False).refused
+        (refused,) = check(fn, *inputs(), whole=False).refused
         assert reason in refused
 
 

@@ -1,13 +1,16 @@
 """Gated activations, whatever feeds them."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.passes.run import check, family, random
+from tests.support.passes import run
+from tests.support.passes.run import family, random
 
-PASSES = family("swiglu")
+check = partial(run.check, passes=family("swiglu"))
 
 
 class Mlp(nn.Module):
@@ -27,7 +30,7 @@ class Mlp(nn.Module):
 @pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.GELU("tanh"), F.silu, F.gelu])
 def test_modules(act):
     mlp = Mlp(act)
-    check(mlp, random(2, 3, 8), passes=PASSES, expect={"gated_activation": 1}, parameters=list(mlp.parameters()))
+    check(mlp, random(2, 3, 8), expect={"gated_activation": 1}, parameters=list(mlp.parameters()))
 
 
 def fused(x, weight):
@@ -52,7 +55,6 @@ def test_one_projection_for_both(spelling, dtype):
         spelling,
         random(2, 3, 8, dtype=dtype),
         random(12, 8, dtype=dtype),
-        passes=PASSES,
         expect={"gated_activation": 1},
         tol=1e-5 if dtype == torch.float32 else 1.2e-2,
     )
@@ -74,16 +76,16 @@ SPELLINGS = [
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_matches(spelling):
-    check(spelling, random(2, 3, 8), random(2, 3, 8), passes=PASSES, expect={"gated_activation": 1})
+    check(spelling, random(2, 3, 8), random(2, 3, 8), expect={"gated_activation": 1})
 
 
 @pytest.mark.parametrize("spelling", [SPELLINGS[0], SPELLINGS[6]])
 def test_dynamic_shapes(spelling):
-    check(spelling, random(2, 3, 8), random(2, 3, 8), passes=PASSES, expect={"gated_activation": 1}, dynamic=True)
+    check(spelling, random(2, 3, 8), random(2, 3, 8), expect={"gated_activation": 1}, dynamic=True)
 
 
 def test_both_from_one_tensor():
-    check(lambda g: F.silu(g) * g, random(2, 3, 8), passes=PASSES, expect={"gated_activation": 1})
+    check(lambda g: F.silu(g) * g, random(2, 3, 8), expect={"gated_activation": 1})
 
 
 MUTATIONS = [
@@ -106,16 +108,16 @@ MUTATIONS = [
 
 @pytest.mark.parametrize("mutation", range(len(MUTATIONS)))
 def test_does_not_match(mutation):
-    check(MUTATIONS[mutation], random(2, 3, 8), random(2, 3, 8), passes=PASSES, expect={})
+    check(MUTATIONS[mutation], random(2, 3, 8), random(2, 3, 8), expect={})
 
 
 def test_an_activation_without_a_gate_is_no_near_miss():
     def mlp(x, up, down):
         return F.linear(F.dropout(F.gelu(F.linear(x, up)).to(x.dtype), 0.0), down)
 
-    seen = check(mlp, random(2, 3, 8), random(12, 8), random(8, 12), passes=PASSES, expect={})
+    seen = check(mlp, random(2, 3, 8), random(12, 8), random(8, 12), expect={})
     assert not seen.refused
-    seen = check(lambda g, u: (F.silu(g) + 1) * u, random(2, 3, 8), random(2, 3, 8), passes=PASSES, expect={})
+    seen = check(lambda g, u: (F.silu(g) + 1) * u, random(2, 3, 8), random(2, 3, 8), expect={})
     assert seen.refused
 
 
@@ -125,7 +127,6 @@ def test_two_dtypes(dtypes):
         lambda g, u: F.silu(g) * u,
         random(2, 3, 8, dtype=dtypes[0]),
         random(2, 3, 8, dtype=dtypes[1]),
-        passes=PASSES,
         expect={},
         tol=1e-2,
     )
@@ -150,17 +151,17 @@ def test_never_across_a_mutation():
         return g * s * u
 
     for fn in (before, activation, gate):
-        check(fn, random(2, 3, 8, grad=False), random(2, 3, 8, grad=False), passes=PASSES, expect={})
+        check(fn, random(2, 3, 8, grad=False), random(2, 3, 8, grad=False), expect={})
 
 
 def test_inplace_activation():
-    check(lambda g, u: F.silu(g * 1.0, inplace=True) * u, random(2, 3, 8), random(2, 3, 8), passes=PASSES)
+    check(lambda g, u: F.silu(g * 1.0, inplace=True) * u, random(2, 3, 8), random(2, 3, 8))
     mlp = Mlp(nn.SiLU(inplace=True))
-    check(mlp, random(2, 3, 8), passes=PASSES, parameters=list(mlp.parameters()))
+    check(mlp, random(2, 3, 8), parameters=list(mlp.parameters()))
 
 
 def test_input_by_name():
-    check(lambda g, u: F.silu(input=g) * u, random(2, 3, 8), random(2, 3, 8), passes=PASSES)
+    check(lambda g, u: F.silu(input=g) * u, random(2, 3, 8), random(2, 3, 8))
 
 
 def test_gate_of_a_gate():
@@ -169,19 +170,12 @@ def test_gate_of_a_gate():
         random(4, 8),
         random(4, 8),
         random(4, 8),
-        passes=PASSES,
         expect={"gated_activation": 2},
     )
 
 
 def test_result_is_mutated_afterwards():
-    check(
-        lambda g, u: (F.silu(g) * u).mul_(2.0),
-        random(2, 3, 8),
-        random(2, 3, 8),
-        passes=PASSES,
-        expect={"gated_activation": 1},
-    )
+    check(lambda g, u: (F.silu(g) * u).mul_(2.0), random(2, 3, 8), random(2, 3, 8), expect={"gated_activation": 1})
 
 
 def clamped(both, alpha=1.702, limit=7.0, least=-7.0):
@@ -193,8 +187,8 @@ def clamped(both, alpha=1.702, limit=7.0, least=-7.0):
 def test_a_clamped_gate(dtype):
     both = random(2, 3, 12, dtype=dtype, scale=6.0)
     tol = 1e-5 if dtype == torch.float32 else 2e-2
-    check(clamped, both, passes=PASSES, expect={"clamped_gate": 1}, tol=tol)
-    check(lambda x: clamped(x, alpha=1.0, limit=2, least=-2), both, passes=PASSES, expect={"clamped_gate": 1}, tol=tol)
+    check(clamped, both, expect={"clamped_gate": 1}, tol=tol)
+    check(lambda x: clamped(x, alpha=1.0, limit=2, least=-2), both, expect={"clamped_gate": 1}, tol=tol)
 
 
 @pytest.mark.parametrize(
@@ -209,4 +203,4 @@ def test_a_clamped_gate(dtype):
 def test_another_clamped_gate(other):
     """Another least value, an alpha that is a tensor, a gate that is not clamped itself."""
     x = random(2, 3, 12, scale=6.0)
-    check(other, x, passes=PASSES, expect={})
+    check(other, x, expect={})

@@ -1,12 +1,15 @@
 """Gated activations with a weight for each row, as routing weights stand before an expert's second product."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.passes.run import check, family, random
+from tests.support.passes import run
+from tests.support.passes.run import family, random
 
-PASSES = family("swiglu", "weighted_gate")
+check = partial(run.check, passes=family("swiglu", "weighted_gate"))
 
 
 def weighted(gate, up, weights):
@@ -27,7 +30,7 @@ def inputs(dtype, of_weights):
 )
 def test_rows_are_weighted_in_one_op(dtype, of_weights):
     tol = 1e-5 if dtype == torch.float32 else 1.5e-2
-    check(weighted, *inputs(dtype, of_weights), passes=PASSES, expect={"weighted_gate": 1}, tol=tol)
+    check(weighted, *inputs(dtype, of_weights), expect={"weighted_gate": 1}, tol=tol)
 
 
 def read_twice(gate, up, weights):
@@ -52,7 +55,7 @@ def in_both_dtypes(gate, up, weights):
     "other", [read_twice, *(pytest.param(o, marks=pytest.mark.slow) for o in (a_weight_each, of_columns))]
 )
 def test_others_are_left(other):
-    check(other, *inputs(torch.float32, torch.float32), passes=PASSES, expect={"gated_activation": 1})
+    check(other, *inputs(torch.float32, torch.float32), expect={"gated_activation": 1})
 
 
 @pytest.mark.parametrize(
@@ -62,12 +65,12 @@ def test_weights_that_are_none_of_rows(weights):
     """Of whole numbers, which have no gradient, or of another shape."""
     gate, up, _ = inputs(torch.float32, torch.float32)
     made = lambda gate, up: F.silu(gate) * up * weights  # noqa: E731
-    check(made, gate, up, passes=PASSES, expect={"gated_activation": 1})
+    check(made, gate, up, expect={"gated_activation": 1})
 
 
 def test_a_product_that_is_read_in_a_wider_dtype_is_left():
     given = inputs(torch.bfloat16, torch.float32)
-    seen = check(in_both_dtypes, *given, passes=PASSES, expect={"gated_activation": 1}, tol=1.5e-2)
+    seen = check(in_both_dtypes, *given, expect={"gated_activation": 1}, tol=1.5e-2)
     assert "another dtype" in str(seen.refused)
 
 
@@ -80,5 +83,5 @@ def test_a_gate_without_gradients():
         return gated * weights + gate.sum()
 
     given = inputs(torch.float32, torch.float32)
-    seen = check(fn, *given, passes=PASSES, expect={"gated_activation": 1}, whole=False)
+    seen = check(fn, *given, expect={"gated_activation": 1}, whole=False)
     assert "in place" in str(seen.refused)
