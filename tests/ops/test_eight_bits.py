@@ -251,7 +251,9 @@ def test_which_gpus_take_it(eight, card, version, reason, monkeypatch):
     assert refused is None if reason is None else (refused.code == reason[0] and reason[1] in str(refused))
 
 
-@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="interpreted kernels read values, and fake tensors have none")
+@pytest.mark.skipif(
+    "TRITON_INTERPRET" in os.environ, reason="interpreted kernels read values, and fake tensors have none"
+)
 @pytest.mark.parametrize("nested", [True, False])
 def test_on_a_gpu_siblings_are_one_product_each_way(eight, nested):
     """Traced for fake GPU tensors, which needs none: torch's own shape rules of the scaled product hold."""
