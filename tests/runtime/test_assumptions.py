@@ -48,15 +48,16 @@ def _differ(before, after) -> bool:
     return any(not torch.equal(gradients[name], others[name]) for name in gradients)
 
 
+def with_dropout():
+    model = zoo.make("llama", num_hidden_layers=2)
+    for layer in model.model.layers:
+        layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.5))
+    return model
+
+
 @pytest.mark.slow
 def test_random_numbers_are_those_of_the_callers_generator():
-    def build():
-        model = zoo.make("llama", num_hidden_layers=2)
-        for layer in model.model.layers:
-            layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.5))
-        return model
-
-    model, _ = pair(build)
+    model, _ = pair(with_dropout)
     losses = []
     for seed in (3, 4, 3, 5, 4):
         torch.manual_seed(seed)
@@ -80,13 +81,7 @@ def test_autocast_comes_and_goes():
 
 
 def test_dropout_of_a_part_that_is_set_to_evaluation():
-    def build():
-        model = zoo.make("llama", num_hidden_layers=2)
-        for layer in model.model.layers:
-            layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.5))
-        return model
-
-    model, reference = pair(build)
+    model, reference = pair(with_dropout)
     for training in (True, False, True):
         for m in (model, reference):
             m.train()

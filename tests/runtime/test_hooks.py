@@ -12,7 +12,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_run
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import pair, small
 from tests.support.notes import has
 from tunecompile.runtime.watch.module_watch import TURNS
 
@@ -120,11 +120,12 @@ def in_its_place(layer: nn.Module) -> nn.Module:
     return layer.mlp.up_proj
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("put", [around_it, in_its_place, beside_it])
+@pytest.mark.parametrize(
+    "put", [around_it, *(pytest.param(each, marks=pytest.mark.slow) for each in (in_its_place, beside_it))]
+)
 def test_hooks_on_modules_that_come_after_the_first_step(put):
     """The module is there for a step before its hook is."""
-    model, reference = pair()
+    model, reference = pair(small)
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     placed = [put(layer) for m in (model, reference) for layer in m.model.layers]
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
@@ -186,7 +187,7 @@ def test_a_kept_dictionary_of_hooks_is_noticed_soon():
 
 @pytest.mark.slow
 def test_modules_that_are_taken_out_are_freed():
-    model, _ = pair()
+    model, _ = pair(small)
     model.train()(**zoo.batch()).loss.backward()
     layer = model.model.layers[0]
     layer.mlp = Around(layer.mlp)

@@ -279,12 +279,6 @@ def test_frozen_layers():
 
 
 @pytest.mark.slow
-def test_tied_embeddings():
-    model, reference = pair(lambda: small(tie_word_embeddings=True))
-    assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 def test_dropout_by_seed(checkpointing):
     def build():

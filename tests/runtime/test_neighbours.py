@@ -45,6 +45,7 @@ def test_imported_before_everything_else(tmp_path):
 import tunecompile
 import peft, transformers
 from tests.support import zoo
+from tests.support.models.pairs import attending
 model, reference = zoo.adapt(attending()), zoo.adapt(attending())
 (loss, mine), (expected, exact) = zoo.step(tunecompile.optimize(model, executor="eager"), zoo.batch()), zoo.step(reference, zoo.batch())
 print(abs(loss - expected).item() < 1e-4 and max(zoo.errors(mine, exact).values()) < 1e-4 and tunecompile.report(model).compiles > 0)

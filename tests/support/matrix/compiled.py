@@ -172,14 +172,9 @@ def bart() -> nn.Module:
     import transformers as tf
 
     torch.manual_seed(0)
-    sides = {
-        f"{side}_{name}": size
-        for side in ("encoder", "decoder")
-        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 128))
-    }
     tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2)
     return tf.BartForConditionalGeneration(
-        tf.BartConfig(vocab_size=256, d_model=64, dropout=0.0, attention_dropout=0.0, **sides, **tokens)
+        tf.BartConfig(vocab_size=256, d_model=64, dropout=0.0, attention_dropout=0.0, **speech.SIDES, **tokens)
     )
 
 

@@ -50,7 +50,7 @@ def attending(**changes) -> nn.Module:
     return without_mlps(small(**changes))
 
 
-def pair(build: Callable[[], nn.Module] = small, **options) -> tuple[nn.Module, nn.Module]:
+def pair(build: Callable[[], nn.Module] = attending, **options) -> tuple[nn.Module, nn.Module]:
     """(optimized with these options, as it was), with the same weights."""
     reference = build().train()
     return optimized(copy.deepcopy(reference), **options), reference

@@ -8,19 +8,21 @@ from torch import Tensor, nn
 from tests.support import zoo
 from tests.support.batches import lengths_mask
 
+#: sizes of an encoder and a decoder
+SIDES = {
+    f"{side}_{name}": size
+    for side in ("encoder", "decoder")
+    for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 128))
+}
+
 
 def whisper() -> nn.Module:
     import transformers as tf
 
     torch.manual_seed(0)
-    sides = {
-        f"{side}_{name}": size
-        for side in ("encoder", "decoder")
-        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 128))
-    }
     tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3)
     config = tf.WhisperConfig(
-        vocab_size=256, d_model=64, num_mel_bins=16, max_source_positions=32, max_target_positions=64, **sides, **tokens
+        vocab_size=256, d_model=64, num_mel_bins=16, max_source_positions=32, max_target_positions=64, **SIDES, **tokens
     )
     config.suppress_tokens = config.begin_suppress_tokens = None
     return tf.WhisperForConditionalGeneration(config)
