@@ -16,7 +16,7 @@ from tests.support.models.custom import (
     trained_beside_eager,
     weighted,
 )
-from tests.support.notes import EAGER, find, has
+from tests.support.notes import has
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -189,22 +189,3 @@ def test_bert():
     )
     assert report.regions[0].layers == 2 and report.compiles == 1, report
     assert matches(report)["linear_cross_entropy"] == (1, 1), report
-
-
-@pytest.mark.slow
-def test_encoder_decoder_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=HEADS,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    report = trained_beside_eager(
-        transformers.T5ForConditionalGeneration(config), ids(), labels=ids(2, 7), loss=lambda out: out.loss
-    )
-    assert report.compiles >= 4 and not find(report, *EAGER), report

@@ -165,13 +165,17 @@ def checkpoints(reentrant):
     return between
 
 
+LOOKS = [norm_without_gradient, reads_in_inference_mode, reads_under_autocast, doubles, checkpoints(True)]
+
+
 @pytest.mark.parametrize(
-    "between",
-    [norm_without_gradient, reads_in_inference_mode, reads_under_autocast, keeps, doubles, writes_the_argument]
-    + [checkpoints(True), checkpoints(False)],
+    "layer, between",
+    [
+        *((Residual, between) for between in (*LOOKS, checkpoints(False), keeps)),
+        *((ReadsAnArgument, between) for between in (keeps, writes_the_argument)),
+    ],
 )
-@pytest.mark.parametrize("layer", [Residual, ReadsAnArgument])
-def test_code_between_layers(on_cpu, waits, replayed, between, layer):
+def test_code_between_layers(on_cpu, waits, replayed, layer, between):
     """It begins when the stack is replayed, and goes on; and what it keeps is on the way of the loss."""
     models = toys(layer, between)
     train(models, loss=aux_loss)

@@ -55,24 +55,6 @@ def test_families(family, changes, side):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
-def test_tokens_that_are_sorted_by_their_experts(family):
-    """transformers' routing sorts tokens, and puts them back."""
-    model, reference = pair(lambda: zoo.make(family, num_hidden_layers=2))
-    assert_same_flattened(model, reference, padded())
-    assert flattened(model) == 1, tunecompile.report(model)
-
-
-@pytest.mark.slow
-def test_in_double_precision():
-    model, reference = pair(lambda: attending().double())
-    assert_same_flattened(
-        model, reference, padded(), limit=2e-7
-    )  # norms and the rotary tables are computed in fp32 on both sides
-    assert flattened(model) == 1
-
-
 @pytest.mark.parametrize("quantized", [True, False])
 @pytest.mark.parametrize("wrapped", ["before", "after"])
 @pytest.mark.slow
@@ -150,18 +132,6 @@ def test_logits_that_are_read_are_those_of_the_whole_batch():
 # -- any loop -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.slow
-def test_gradient_checkpointing(reentrant):
-    model, reference = pair(attending)
-    for m in (model, reference):
-        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        m.enable_input_require_grads()
-    for seed in range(2):
-        assert_same_flattened(model, reference, padded(seed=seed))
-    assert flattened(model) == 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_of_the_users_own(reentrant):
@@ -200,33 +170,6 @@ def test_a_checkpoint_around_the_owner_keeps_the_padding():
 
 
 @pytest.mark.slow
-def test_accumulation_over_batches_with_and_without_padding():
-    model, reference = pair(attending)
-    whole = zoo.batch(rows=4, length=20) | {"attention_mask": torch.ones(4, 20, dtype=torch.long)}
-    for m in (model, reference):
-        m.train()
-        first, second = m(**padded(seed=1)).loss, m(**whole).loss
-        (first + 2 * second + m(**padded(5, 30, seed=2)).loss).backward()
-    for (name, p), (_, q) in zip(model.named_parameters(), reference.named_parameters()):
-        torch.testing.assert_close(p.grad, q.grad, msg=name, rtol=1e-4, atol=1e-6)
-    assert flattened(model) == 2
-
-
-@pytest.mark.slow
-def test_one_compilation_for_all_lengths():
-    model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=4)), executor="eager")
-    generator = torch.Generator().manual_seed(0)
-    for seed in range(30):
-        rows, length = (
-            torch.randint(1, 7, (1,), generator=generator).item(),
-            torch.randint(3, 40, (1,), generator=generator).item(),
-        )
-        zoo.step(model, padded(rows, length, seed=seed))
-    assert flattened(model) == 30
-    assert tunecompile.report(model).compiles == 1
-
-
-@pytest.mark.slow
 def test_an_exception_leaves_everything_as_it_was():
     model, reference = pair(attending)
 
@@ -245,40 +188,3 @@ def test_an_exception_leaves_everything_as_it_was():
         and not model._forward_hooks
         and not model._forward_pre_hooks
     )
-
-
-@pytest.mark.slow
-def test_trainer(tmp_path):
-    import transformers as tf
-
-    rows = [{key: value[i] for key, value in padded(seed=seed).items()} for seed in range(4) for i in range(4)]
-    model, reference = pair(attending)
-    losses = []
-    for m in (model, reference):
-        arguments = tf.TrainingArguments(
-            str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            report_to="none",
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="no",
-            learning_rate=1e-2,
-            disable_tqdm=True,
-        )
-        trainer = tf.Trainer(m, arguments, train_dataset=rows)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert flattened(model) == 6
-
-
-@pytest.mark.slow
-def test_trl_sft(tmp_path):
-    from tests.support.trainers import curve, sft
-
-    model, reference = pair(attending)
-    curves = [curve(sft(m, tmp_path, padding_free=False)) for m in (model, reference)]
-    assert curves[0] and curves[0] == pytest.approx(curves[1], rel=1e-4)
-    assert flattened(model) >= 4
