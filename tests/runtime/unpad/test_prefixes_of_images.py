@@ -7,7 +7,7 @@ from tests.support import zoo
 from tests.support.batches import branches
 from tests.support.compare import assert_close
 from tests.support.models import images
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, pair
 from tests.support.notes import has
 from tests.support.reports import shared
 
@@ -33,29 +33,21 @@ def with_images(same: bool, seed=0) -> dict:
     }
 
 
-def model(checkpointing=False):
+def model():
     made = images.adapted(images.qwen2_5_vl)[0].double()
-    if checkpointing:
-        made.enable_input_require_grads()
-        made.gradient_checkpointing_enable({"use_reentrant": False})
+    made.enable_input_require_grads()
+    made.gradient_checkpointing_enable({"use_reentrant": False})
     return made
 
 
-def test_an_image_counts_once():
-    """Also under checkpoints, whose hook has embeddings require a gradient."""
-    ours, plain = pair(lambda: model(checkpointing=True))
-    for seed in range(2):
-        assert_close(zoo.step(ours, with_images(True, seed)), zoo.step(plain, with_images(True, seed)))
-    computed = PREFIX + ROWS * (LENGTH - PREFIX)
-    assert shared(ours) == (2, 2 * computed, 2 * ROWS * LENGTH)
-
-
-def test_other_pixels_are_another_prefix():
-    """Of three rows two have the same image."""
+def test_an_image_counts_once_and_other_pixels_are_another_prefix():
+    """Also under checkpoints, whose hook has embeddings require a gradient. Of three rows two have the same image then."""
     ours, plain = pair(model)
-    for seed in range(2):
-        assert_close(zoo.step(ours, with_images(False, seed)), zoo.step(plain, with_images(False, seed)))
-    assert shared(ours) == (2, 2 * (ROWS * LENGTH - PREFIX), 2 * ROWS * LENGTH)
+    computed = {True: PREFIX + ROWS * (LENGTH - PREFIX), False: ROWS * LENGTH - PREFIX}
+    for count, same in enumerate((True, True, False, False)):
+        before = shared(ours)[1]
+        assert_close(zoo.step(ours, with_images(same, count % 2)), zoo.step(plain, with_images(same, count % 2)))
+        assert shared(ours) == (count + 1, before + computed[same], (count + 1) * ROWS * LENGTH)
 
 
 def test_lists_of_features_are_not_compared():
@@ -67,7 +59,7 @@ def test_lists_of_features_are_not_compared():
 @pytest.mark.parametrize("trained", [False, True])
 def test_embeddings_in_place_of_ids(trained):
     """Their gradients are of each row: the sum of copies is nobody's."""
-    ours, plain = pair(lambda: zoo.make("llama").double())
+    ours, plain = pair(lambda: attending().double())
     found = []
     for each in (ours, plain):
         batch = branches(side="none")

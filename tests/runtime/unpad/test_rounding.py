@@ -11,7 +11,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_close, equal_bits
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, pair
 from tests.support.notes import fell_back, has
 from tests.support.rounding import Shapes, waited_for, whole
 from tunecompile.notes import note
@@ -48,7 +48,7 @@ def follow(ours, plain, lengths, **limits):
 
 
 def test_lengths_that_do_not_recur_are_few_shapes(shapes):
-    ours, plain = pair(lambda: zoo.make("llama").double())
+    ours, plain = pair(lambda: attending().double())
     follow(ours, plain, LENGTHS, **EXACT)
     assert shapes.of_layers("LlamaDecoderLayer") == {(2, 20, 64), (1, 64, 64)}
     region = tunecompile.report(ours).regions[0]
@@ -58,7 +58,7 @@ def test_lengths_that_do_not_recur_are_few_shapes(shapes):
 @pytest.mark.slow
 def test_numbers_of_rows_and_rows_alone_are_of_one_graph(shapes):
     """A row alone is as long as its longest document, which is no size that Dynamo may take for the same."""
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     follow(ours, plain, LENGTHS[:2])
     for rows, length in ((1, 64), (1, 40), (3, 20), (2, 31), (1, 100), (4, 32), (1, 128)):
         batch = whole(length, rows)
@@ -70,7 +70,7 @@ def test_numbers_of_rows_and_rows_alone_are_of_one_graph(shapes):
 @pytest.mark.slow
 def test_the_first_size_stays_as_it_is(shapes):
     """A loop whose last batch is smaller."""
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     follow(ours, plain, [20] * 5 + [8] + [20] * 3)
     assert shapes.last(3) == [(2, 20, 64), (1, 64, 64), (2, 20, 64)] and has(ours, "sizes-rounded", count=1)
 
@@ -110,7 +110,7 @@ def test_launches_are_known_of_each_size_that_came_as_it_is(monkeypatch):
 def test_sizes_that_the_device_is_busy_with_run_by_the_graph_of_others(shapes, monkeypatch):
     """They are not filled up; and rows that are long have a graph of their own."""
     monkeypatch.setattr(rounding, "LONG", 40)
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     follow(ours, plain, [20, 24])
     state_of(ours).paddings[0].rounding.sizes.computes = 60
     follow(ours, plain, [34, 29, 50])
@@ -133,7 +133,7 @@ def test_the_first_size_is_that_of_a_training_step():
 @pytest.mark.slow
 def test_batches_of_other_kinds_between(shapes):
     """With padding, scored without gradients, evaluated, generated."""
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     for at, length in enumerate(LENGTHS[:6]):
         follow(ours, plain, [length])
         assert_close(zoo.step(ours, padded()), zoo.step(plain, padded()))
@@ -150,7 +150,7 @@ def test_batches_of_other_kinds_between(shapes):
 
 @pytest.mark.slow
 def test_two_forwards_before_one_backward():
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     follow(ours, plain, LENGTHS[:3])
     both = lambda m, _: m(**whole(25)).loss + 2 * m(**whole(31)).loss  # noqa: E731
     assert_close(zoo.step(ours, whole(25), loss=both), zoo.step(plain, whole(25), loss=both))
@@ -185,7 +185,7 @@ def test_faults_are_found(fault, monkeypatch):
             )
 
         monkeypatch.setattr(FlatBatch, "unflatten", unflatten)
-    ours, plain = pair(lambda: zoo.make("llama").double())
+    ours, plain = pair(lambda: attending().double())
     with pytest.raises(AssertionError):
         follow(ours, plain, LENGTHS[:4], **EXACT)
 
@@ -202,7 +202,7 @@ def stays(shapes, ours, plain, lengths=LENGTHS[:5], reason=""):
 @pytest.mark.slow
 def test_launches_that_are_not_waited_for(shapes, monkeypatch):
     monkeypatch.setattr(SizesSeen, "learn", lambda self, tokens: None)
-    stays(shapes, *pair(lambda: zoo.make("llama")))
+    stays(shapes, *pair())
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_dropout_in_attention(shapes):
 @pytest.mark.slow
 def test_attention_that_is_causal_no_more(shapes):
     """A user who trains an encoder from a decoder's weights, after some steps."""
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     follow(ours, plain, LENGTHS[:4])
     for model in (ours, plain):
         for layer in model.model.layers:
@@ -235,7 +235,7 @@ def test_attention_that_is_causal_no_more(shapes):
 
 @pytest.mark.slow
 def test_a_call_that_says_that_attention_is_not_causal(shapes):
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     follow(ours, plain, LENGTHS[:4])
     batch = {**whole(28), "is_causal": False}
     assert_close(zoo.step(ours, batch), zoo.step(plain, batch))
@@ -244,7 +244,7 @@ def test_a_call_that_says_that_attention_is_not_causal(shapes):
 
 @pytest.mark.slow
 def test_attention_that_was_never_causal(shapes):
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     for model in (ours, plain):
         for layer in model.model.layers:
             layer.self_attn.is_causal = False
@@ -360,7 +360,7 @@ def test_layers_that_mix_tokens(shapes, known, monkeypatch):
 @pytest.mark.slow
 def test_hooks_that_look_into_layers(shapes):
     seen = []
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     ours.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     stays(shapes, ours, plain, reason="hook-on-module")
     assert {shape[:2] for shape in seen} == {(2, length) for length in LENGTHS[:5]}
@@ -370,7 +370,7 @@ def test_hooks_that_look_into_layers(shapes):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_of_the_users_around_layers(shapes, reentrant):
     """The layer would not know that it is repeated."""
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     follow(ours, plain, LENGTHS[:3])
     for layer in ours.model.layers:
         kind = type(layer)
@@ -384,7 +384,7 @@ def test_checkpoints_of_the_users_around_layers(shapes, reentrant):
 
 @pytest.mark.slow
 def test_gradient_checkpointing():
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     for model in (ours, plain):
         model.gradient_checkpointing_enable()
     follow(ours, plain, LENGTHS[:5])
@@ -393,7 +393,7 @@ def test_gradient_checkpointing():
 
 @pytest.mark.slow
 def test_outputs_that_are_required(shapes):
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     follow(ours, plain, LENGTHS[:3])
     found = [m(**whole(28), output_hidden_states=True).hidden_states for m in (ours, plain)]
     for made, expected in zip(*found):

@@ -93,7 +93,7 @@ def test_windows_that_are_constants_of_graphs(shapes, window, graphs, joined):
 
 @pytest.mark.slow
 def test_others_that_have_a_graph_stay_with_it(shapes):
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     follow(ours, plain, [whole(20), whole(24), padded(), whole(26)])
     assert shapes.last(1) == [(2, 26, 64)] and not has(ours, "whole-by-padded")
 
@@ -101,7 +101,7 @@ def test_others_that_have_a_graph_stay_with_it(shapes):
 @pytest.mark.slow
 def test_many_get_a_graph_of_their_own(shapes, monkeypatch):
     monkeypatch.setattr(rounding, "OFTEN", 2)
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     follow(ours, plain, [whole(20), padded(), whole(24), whole(26), whole(28), whole(24)])
     assert [shape[0] for shape in shapes.last(4)] == [1, 1, 2, 2] and has(ours, "whole-by-padded", count=2)
 
@@ -164,7 +164,7 @@ def test_references_whose_padding_stayed(shapes):
 @pytest.mark.slow
 def test_attention_that_was_replaced_since(shapes, monkeypatch):
     """Without a mask it sees all tokens now. Padded batches have masks."""
-    ours, plain = pair(lambda: zoo.make("llama"))
+    ours, plain = pair()
     kind = type(plain.model.layers[0].self_attn)
     forward = kind.forward
 
@@ -207,7 +207,7 @@ def test_full_layers_beside_those_with_a_window(shapes, family, window, graphs, 
 @pytest.mark.slow
 def test_scores_come_as_training_steps_do():
     """A policy's and its reference's: another rounding would look like a change of the policy."""
-    ours, _ = pair(lambda: zoo.make("llama"))
+    ours, _ = pair()
     for batch in (whole(20), padded()):
         zoo.step(ours, batch)
     with torch.no_grad():
