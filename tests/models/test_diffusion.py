@@ -43,26 +43,26 @@ def test_batches_of_one_row_have_one_graph_more(make):
 
 def test_checkpoints_around_blocks_are_a_budget():
     """diffusers' model calls the checkpoint, and not its blocks."""
-    model = adapted(flux)
-    expected = step(model, batch(flux))
+    model = adapted(qwen_image)
+    expected = step(model, batch(qwen_image))
     model.enable_gradient_checkpointing()
     function = model._gradient_checkpointing_func
     tunecompile.optimize(model, executor="eager")
-    assert_close(step(model, batch(flux)), expected)
+    assert_close(step(model, batch(qwen_image)), expected)
     assert find(model, "checkpointing-is-budget"), tunecompile.report(model).notes
     assert {region.compiles for region in tunecompile.report(model).regions} == {1}
     model.disable_gradient_checkpointing()
-    assert_close(step(model, batch(flux)), expected)
+    assert_close(step(model, batch(qwen_image)), expected)
     assert not find(model, "checkpointing-is-budget")
     model.enable_gradient_checkpointing(function)
-    assert_close(step(model, batch(flux)), expected)
+    assert_close(step(model, batch(qwen_image)), expected)
     tunecompile.restore(model)
     assert model._gradient_checkpointing_func is function
 
 
 def test_a_budget_is_planned_without_a_head():
     model = adapted(flux)
-    expected = [step(model, batch(flux, **size)) for size in SIZES]
+    expected = [step(model, batch(flux, **size)) for size in SIZES[:2]]
     tunecompile.optimize(model, executor="eager", memory=200_000)
     for size, each in zip(SIZES, expected):
         assert_close(step(model, batch(flux, **size)), each)
@@ -74,7 +74,7 @@ def test_a_step_is_verified():
     def error(model, given):
         return torch.nn.functional.mse_loss(model(**given["inputs"])[0], given["noise"])
 
-    model, (inputs, noise) = adapted(flux), batch(flux)
+    model, (inputs, noise) = adapted(wan), batch(wan)
     tunecompile.optimize(model, executor="eager")
     result = tunecompile.verify(model, {"inputs": inputs, "noise": noise}, loss=error)
     assert result.passed, result
