@@ -32,7 +32,15 @@ from tunecompile.ops.nf4 import dequantize_4bit
 from tunecompile.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tunecompile.ops.packed import dequantize_fp8_blocks, dequantize_mxfp4
 from tunecompile.ops.packed.few_rows import linear_4bit
-from tunecompile.ops.recurrent import channel_delta_rule, gated_delta_rule, selective_scan, short_convolution, ssd_scan
+from tunecompile.ops.recurrent import (
+    branch_rows,
+    channel_delta_rule,
+    first_copies,
+    gated_delta_rule,
+    selective_scan,
+    short_convolution,
+    ssd_scan,
+)
 from tunecompile.ops.rope import rope
 from tunecompile.ops.swiglu import clamped_gate, gated_activation, weighted_gate
 
@@ -42,6 +50,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "branch_attention",
+    "branch_rows",
     "causal_attention",
     "channel_delta_rule",
     "clamped_gate",
@@ -50,6 +59,7 @@ __all__ = [
     "dequantize_fp8_blocks",
     "dequantize_mxfp4",
     "document_mask",
+    "first_copies",
     "gated_activation",
     "gated_delta_rule",
     "gathered_lora_linear",

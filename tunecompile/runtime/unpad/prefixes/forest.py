@@ -25,6 +25,7 @@ class Forest:
     parents: list[int]  #: [S], -1 for none
     ends: list[int]  #: [S], where the last token below a document ends
     depths: list[int]  #: [S], the place in its row of a document's first token
+    begins: list[int]  #: [rows + 1], where each row begins among the R
     tokens: Tensor  #: int64 [R], for each token of the rows, its place among the N
     copies: Tensor  #: int64 [R], how many rows before it have this token as well
     count: int  #: N
@@ -133,4 +134,4 @@ def _laid_out(placed: list[tuple[_Node, _Node | None]], begins: list[int], count
         for copy, row in enumerate(node.through):
             there = slice(begins[row] + node.begin, begins[row] + node.end)
             tokens[there], copies[there] = places, copy
-    return Forest(starts, parents, ends, [node.begin for node, _ in placed], tokens, copies, count)
+    return Forest(starts, parents, ends, [node.begin for node, _ in placed], begins, tokens, copies, count)
