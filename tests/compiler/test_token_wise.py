@@ -11,7 +11,7 @@ from tunecompile.compiler.token_wise.graph import (
     is_told_of_images,
     why_not_token_wise,
 )
-from tunecompile.ops import document_mask, short_convolution
+from tunecompile.ops import branch_rows, document_mask, first_copies, short_convolution
 
 WIDTH, HEADS = 12, 3
 LINEAR, TABLE = torch.randn(WIDTH, WIDTH), torch.randn(20, WIDTH)
@@ -258,6 +258,61 @@ def test_ops_that_are_told_of_documents(layer, apart):
     torch.compile(layer, backend=backend, fullgraph=True)(row, offsets)
     assert (found[0] is None) is apart, found
     assert apart or found[0].code == "mixes-tokens"
+
+
+def in_rows(x, offsets, *places):
+    return first_copies(convolved(branch_rows(x, *places), offsets), *places[:2])
+
+
+def mixed_rows(x, offsets, *places):
+    rows = branch_rows(x, *places)
+    return first_copies(convolved(rows - rows.mean(1, keepdim=True), offsets), *places[:2])
+
+
+def rows_that_are_returned(x, offsets, *places):
+    return convolved(branch_rows(x, *places), offsets)
+
+
+def rows_of_other_places(x, offsets, rows, *places):
+    return first_copies(convolved(branch_rows(x, rows + 0, *places), offsets), rows, places[0])
+
+
+def not_in_rows(x, offsets, *places):
+    return convolved(x, offsets)
+
+
+def not_of_rows(x, offsets, *places):
+    return first_copies(convolved(branch_rows(x, *places), offsets.clone()), *places[:2])
+
+
+@pytest.mark.parametrize(
+    "layer, code",
+    [
+        (in_rows, None),
+        (mixed_rows, "mixes-tokens"),
+        (rows_of_other_places, "mixes-tokens"),
+        (not_in_rows, "mixes-tokens"),
+        (not_of_rows, "states-of-branches"),
+        (rows_that_are_returned, "output-holds-more"),
+    ],
+)
+def test_ops_of_rows_that_share_tokens(layer, code):
+    found = []
+
+    def backend(gm, inputs):
+        found.append(why_not_token_wise(gm, is_tree=True))
+        return gm.forward
+
+    def run(x, row_offsets, row_tokens, first_places, further_places):
+        return layer(x, row_offsets, row_tokens, first_places, further_places)
+
+    given = [torch.zeros(shape, dtype=torch.int32) for shape in ((4,), (16,), (2, 8), (2, 8))]
+    given.insert(0, torch.randn(1, 8, WIDTH))
+    for tensor, dims in zip(given, (1, 0, 0, 1, [0, 1])):
+        mark_dynamic(tensor, dims)
+    torch._dynamo.reset()
+    torch.compile(run, backend=backend, fullgraph=True)(*given)
+    assert (found[0] and found[0].code) == code, found
 
 
 def graph_of(layer, change):

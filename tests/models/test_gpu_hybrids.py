@@ -7,11 +7,12 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tests.support.batches import padded
+from tests.support.batches import branches, padded
+from tests.support.compare import equal_bits
 from tests.support.models import hybrids
 from tests.support.models.gpu import against_fp32, median
 from tests.support.notes import EAGER, find
-from tests.support.reports import flattened
+from tests.support.reports import flattened, shared
 from tunecompile.runtime.cuda_graphs import launch_bound
 from tunecompile.runtime.model_state import state_of
 
@@ -81,6 +82,24 @@ def test_no_further_from_fp32_than_eager(family, mode, side):
     assert not find(told, *EAGER) and flattened(model) == (6 if side else 0), told
     found = {name for region in told.regions for name in region.providers}
     assert {f"{op}: triton", f"{op}_backward: triton"} <= found, told
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "granite_hybrid"])
+def test_prefixes_that_rows_share(family):
+    """Recurrences read whole rows of the forest, by their templates; two runs give the same bits."""
+    settings, op = FAMILIES[family]
+    model = hybrids.make(family, torch.bfloat16, **settings).cuda()
+    reference, plain = zoo.in_fp32(model), copy.deepcopy(model)
+    tunecompile.optimize(model)
+    batches = [branches(200, 256 + 77 * seed, 4, seed, "right") for seed in range(4)]
+    batches = [{name: value.cuda() for name, value in batch.items()} for batch in batches]
+    theirs, mine = against_fp32(reference, (plain, model), batches)
+    assert median(mine.values()) <= 1.1 * median(theirs.values())
+    assert equal_bits(zoo.step(model, batches[0]), zoo.step(model, batches[0]))
+    told = tunecompile.report(model)
+    assert not find(told, *EAGER) and shared(model)[0] == 6, told
+    found = {name for region in told.regions for name in region.providers}
+    assert {f"{op}: triton", f"{op}_backward: triton", "branch_rows: reference"} <= found, told
 
 
 @pytest.mark.parametrize("family", FAMILIES)

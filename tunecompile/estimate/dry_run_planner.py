@@ -167,7 +167,7 @@ class DryRunPlanner:
         )
         if self.prefix.tokens and (why := _why_kept(slot, joint.graph)) is not None:
             self.prefix = SharedPrefix()
-            self.notes.append(note("prefixes-kept", detail=why))
+            self.notes.append(why)
         region = id(slot.region)
         joint = joint if self.gpu is None else replace(joint, attention=_attention(joint.graph, self.gpu))
         result = survey(joint, self.tokens, self._stages(joint.graph), partial(self._is_enough, region), self.kept)
@@ -317,11 +317,12 @@ class DryRunPlanner:
 
 
 def _why_kept(slot: LayerSlot, graph: Graph) -> Note | None:
-    """Why layers of a kind compute a prefix in each row; None where they share it."""
+    """Why a prefix is counted in each row of layers of a kind; None where it is counted once."""
     if (states := next((node for node in graph.nodes if is_recurrence(node.target)), None)) is not None:
-        return note("states-of-branches", detail=name_of(states.target))
+        return note("prefix-uncounted", detail=name_of(states.target))
     drawing = (module for module in slot.layer.modules() if isinstance(module, nn.Dropout) and module.p)
-    return None if next(drawing, None) is None else note("draws-random", detail="dropout")
+    drawn = note("draws-random", detail="dropout")
+    return None if next(drawing, None) is None else note("prefixes-kept", detail=drawn)
 
 
 def _attention(graph: Graph, gpu: GpuSpec) -> float | None:

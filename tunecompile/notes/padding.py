@@ -12,6 +12,9 @@ NOTES = {
         "prefixes that rows share are computed in each of them: {detail}",
         "Follow the reason, if it is yours to change. The numbers are right.",
     ),
+    "prefix-uncounted": NoteKind(
+        "a prefix that rows share is counted in each of them: {detail} reads whole rows, for which there is no estimate"
+    ),
     "padding-kept": NoteKind(
         "padded batches keep their padding: {detail}",
         "Follow the reason, if it is yours to change. The numbers are right; padding only costs time and memory.",
@@ -60,7 +63,7 @@ REASONS = {
     "prefixes-unread": NoteKind("batches are not looked at for prefixes that rows share: {detail}"),
     "not-by-token": NoteKind("{detail} cannot be compared token by token"),
     "embeddings-train": NoteKind("each row's embeddings have a gradient of their own", "Give the model token ids."),
-    "states-of-branches": NoteKind("states of {detail} would have to go on from a prefix in each branch"),
+    "states-of-branches": NoteKind("{detail} would go on from one branch of a prefix to the next"),
     "draws-random": NoteKind("each copy draws random numbers of its own ({detail})", "Switch dropout off."),
     "copies-differ": NoteKind(
         "equal tokens do not reach the layers as equal ones (of dropout or noise on embeddings, or of places in a row)"

@@ -52,7 +52,7 @@ def compile_once(monkeypatch):
         made = SimpleNamespace(
             **dict(graphs=0, batch=0, breaks=[], recompiles=[], contexts=[], integers_change=False),
             **dict(histories=defaultdict(History), effort=effort, backend=backend, _traced=lambda: traced.append(1)),
-            **{"flat": False, "unread": False, "collects": 0, "own": (), **state},
+            **{"flat": False, "unread": False, "collects": 0, "shares": False, "own": (), **state},
         )
         gm = fx.symbolic_trace(torch.nn.Tanh())
         if broken is not None:
@@ -124,7 +124,7 @@ def test_attention_weights_are_read_by_the_next_piece(compile_once, unread, reas
 def test_rows_of_documents_are_compiled_whole_and_by_tokens(compile_once, monkeypatch):
     told, asked = [None, note("mixes-tokens", "a sum")], []
     monkeypatch.setattr(
-        variant, "why_not_token_wise", lambda gm, unread, collected: asked.append(unread) or told.pop(0)
+        variant, "why_not_token_wise", lambda gm, unread, collected, shares: asked.append(unread) or told.pop(0)
     )
     monkeypatch.setattr(variant, "specialize_floats", lambda gm: asked.append("floats"))
     compile_once(["plan"], flat=True, unread=True)

@@ -221,11 +221,6 @@ def test_router_losses_count_tokens():
     not_shared(ours, plain, [branches(side="right")], "output-required")
 
 
-def test_recurrences():
-    ours, plain = pair(lambda: zoo.make("qwen3_5"))
-    not_shared(ours, plain, [branches(side="right")], "states-of-branches", floor=1e-3)
-
-
 def test_positions_of_its_own():
     """Equal tokens at other positions are other tokens; padding in front shifts columns, and so positions."""
     ours, plain = pair(lambda: attending().double())

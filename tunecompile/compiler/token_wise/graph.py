@@ -33,8 +33,9 @@ from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.rewrite import user_frame, where_from
 from tunecompile.notes import Note, note
 from tunecompile.ops import (
+    branch_rows,
     channel_delta_rule,
-    document_mask,
+    first_copies,
     gated_delta_rule,
     selective_scan,
     short_convolution,
@@ -86,13 +87,14 @@ def not_by_documents(call: AttentionArguments, tree: bool = False) -> Note | Non
     return None
 
 
-def why_not_token_wise(gm: GraphModule, unread: bool = False, collected: int = 0) -> Note | None:
+def why_not_token_wise(gm: GraphModule, unread: bool = False, collected: int = 0, is_tree: bool = False) -> Note | None:
     """Why a layer's graph, as Dynamo made it for a row of documents [1, N, ...], may mix tokens; None where it cannot.
 
     Args:
         gm: with N as a symbol. It is not changed.
         unread: whether attention weights among its results are not read.
         collected: how many of its results are values of modules inside, [N, ...] or [1, N, ...], that the caller takes.
+        is_tree: whether documents go on from others, so that tokens are of several rows.
     """
     try:
         tokens = _number_of_tokens(gm)
@@ -100,7 +102,7 @@ def why_not_token_wise(gm: GraphModule, unread: bool = False, collected: int = 0
             return note("mixes-tokens", detail="it depends on the number of tokens")
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             inputs = _inputs(gm, tokens)
-            with _LeavesTokensApart() as mode:
+            with _LeavesTokensApart(is_tree) as mode:
                 _Reader(gm, mode, unread, collected).run(*inputs)
     except _MayMix as found:
         return found.reason
@@ -113,16 +115,20 @@ def _inputs(gm: GraphModule, tokens: Any) -> list[Any]:
     """The graph's inputs, as fake tensors of `TOKENS` tokens in the place of the symbol.
 
     Where a graph holds two rows and never compares them, each has a symbol of its own: what a decoder's layer is given
-    of its encoder, say, whose tokens it must not mix either, or keys of another layer.
+    of its encoder, say, whose tokens it must not mix either, or keys of another layer. Whole rows, of which tokens of a
+    tree are shared, have twice as many.
     """
-    values = [*map(value, gm.graph.find_nodes(op="placeholder"))]
+    nodes = gm.graph.find_nodes(op="placeholder")
+    values = [*map(value, nodes)]
     rows = [n for v in values if isinstance(v, Tensor) and v.dim() > 1 and v.shape[0] == 1 for n in v.shape[1:3]]
-    symbols = [tokens, *(size for size in rows if not isinstance(size, int))]
+    symbols = [(size, TOKENS) for size in (tokens, *rows) if not isinstance(size, int)]
+    for name, dim, count in ((ROWS[0], 0, 2 * TOKENS), (ROWS[1], 1, TOKENS)):
+        symbols += [(value(node).shape[dim], count) for node in nodes if _is_given(node, name)]
 
     def size(given: Any) -> int:
         if isinstance(given, int):
             return given
-        sizes = (size_with(given, symbol, TOKENS) for symbol in symbols)
+        sizes = (size_with(given, symbol, count) for symbol, count in symbols)
         return next((made for made in sizes if made != size_hint(given)), size_hint(given))
 
     def make(given: Any) -> Any:
@@ -143,9 +149,6 @@ class _Reader(Interpreter):
         super().__init__(gm, garbage_collect_values=False)  # what attention reads may be last read in the midst of it
         self.mode, self.attention, self.of_images = mode, attention_calls(gm.graph, unread), is_told_of_images(gm)
         self.collected = collected
-        self.is_tree = mode.is_tree = any(
-            map(is_tree, gm.graph.find_nodes(op="call_function", target=document_mask.overload))
-        )
         self.skipped = {node for call in self.attention.values() for node in call.inside}
 
     def run_node(self, n: Node) -> Any:
@@ -160,8 +163,10 @@ class _Reader(Interpreter):
             _end("mixes-tokens", f"the length is a number in it{where_from(n)}")
         if n in self.attention:
             return self._attention(n)
-        if n.target in _BY_DOCUMENTS and (self.is_tree or not _has_offsets(n)):
-            _end("states-of-branches" if self.is_tree else "mixes-tokens", f"{name_of(n.target)}{where_from(n)}")
+        if n.target in _BY_DOCUMENTS and not _has_offsets(n, ROW_OFFSETS if self.mode.is_tree else OFFSETS):
+            _end("states-of-branches" if self.mode.is_tree else "mixes-tokens", f"{name_of(n.target)}{where_from(n)}")
+        if n.target in _OF_ROWS and (n.kwargs or not all(map(_is_given, n.args[1:], ROWS))):
+            _end("mixes-tokens", f"{name_of(n.target)}{where_from(n)}")
         if any(document_mask_of(each) is not None for each in n.all_input_nodes):
             _end("mixes-tokens", f"{name_of(n.target)}, which reads the mask{where_from(n)}")
         return super().run_node(n)
@@ -169,7 +174,7 @@ class _Reader(Interpreter):
     def _attention(self, node: Node) -> Tensor:
         arguments = self.attention[node].arguments
         call = arguments.map(lambda given: self.env[given] if isinstance(given, Node) else given)
-        if (reason := not_by_documents(call, self.is_tree)) is not None:
+        if (reason := not_by_documents(call, self.mode.is_tree)) is not None:
             raise _MayMix(reason)
         if any(tokens_of(x) != [2] for x in (call.query, call.key, call.value)):
             _end("own-mask")
@@ -188,7 +193,8 @@ class _Reader(Interpreter):
             heads = tokens == [2] and _has_heads(made) and not has_rows_behind(made)
             rows += bool(tokens) and not heads
             is_row = (tokens == [1] and made.shape[0] == 1) or (tokens == [0] and (self.of_images or self.collected))
-            if rows > 1 + self.collected or (tokens and not heads and not is_row):
+            whole = self.mode.is_tree and 2 * TOKENS in made.shape  # rows with copies of what they share
+            if rows > 1 + self.collected or whole or (tokens and not heads and not is_row):
                 _end("output-holds-more")
 
 
@@ -210,6 +216,9 @@ _BY_DOCUMENTS: dict[Any, int] = {
     for op in (channel_delta_rule, gated_delta_rule, selective_scan, short_convolution, ssd_scan)
 }
 OFFSETS = "document_offsets"  #: what a layer's argument is called that has them, as an input of its graph
+ROW_OFFSETS = "row_offsets"  #: in their place where documents go on from others: int32 [rows + 2]
+ROWS = ("row_tokens", "first_places", "further_places")  #: and what `branch_rows` is given
+_OF_ROWS = (branch_rows.overload, first_copies.overload)
 #: the same of a tower, int32 [images + 2]: the last image is empty, or what fills up the row
 IMAGE_OFFSETS = "image_offsets"
 
@@ -224,9 +233,9 @@ def recurrences(graph: Graph) -> int:
     return sum(is_recurrence(node.target) for node in graph.nodes)
 
 
-def _has_offsets(node: Node) -> bool:
+def _has_offsets(node: Node, name: str) -> bool:
     """Whether an op's documents are those of the row. (Those that a collator gives count padding.)"""
-    return _is_given(asked(node, "offsets", _BY_DOCUMENTS[node.target]), OFFSETS)
+    return _is_given(asked(node, "offsets", _BY_DOCUMENTS[node.target]), name)
 
 
 def _is_given(offsets: Any, name: str) -> bool:
@@ -242,7 +251,10 @@ class _LeavesTokensApart(TorchDispatchMode):
     """Ends the reading at the first operation that is not known to leave tokens apart."""
 
     node: Node  #: that is run; `_Reader` sets it
-    is_tree = False  #: whether rows share tokens, each of which would draw for itself
+
+    def __init__(self, is_tree: bool):
+        super().__init__()
+        self.is_tree = is_tree  #: whether rows share tokens, each of which would draw for itself
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -252,8 +264,11 @@ class _LeavesTokensApart(TorchDispatchMode):
             return made
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
-        if func in _BY_DOCUMENTS:  # `_Reader` has looked at its documents
-            apart = all(tokens_of(x) in ([], [1]) for x in (*given, *outputs))
+        if func in _BY_DOCUMENTS:  # `_Reader` has looked at its documents, of rows in a tree
+            count = TOKENS * (1 + self.is_tree)
+            apart = all(not tokens_of(x) or (tokens_of(x), x.shape[1]) == ([1], count) for x in (*given, *outputs))
+        elif func in _OF_ROWS:  # and at the places of tokens
+            apart = tokens_of(given[0]) == tokens_of(outputs[0]) == [1]
         else:
             apart = not any(map(tokens_of, (*given, *outputs))) or leaves_apart(
                 func, args, kwargs or {}, given, outputs

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.autograd import no_autocast
-from tunecompile.ops import channel_delta_rule, gated_delta_rule, selective_scan, short_convolution, ssd_scan
+from tunecompile.ops import (
+    branch_rows,
+    channel_delta_rule,
+    first_copies,
+    gated_delta_rule,
+    selective_scan,
+    short_convolution,
+    ssd_scan,
+)
 
 __all__ = ["BOUNDARIES", "DOCUMENTS", "MEANINGS", "Documents", "Meaning", "agrees"]
 
@@ -30,11 +38,23 @@ class Documents:
     def __init__(self) -> None:
         #: int [S + 1]. Its own from the start: Dynamo guards that it is not, and compiled code makes it so
         self.offsets: Tensor | None = None
+        #: where rows share tokens, of which offsets say nothing: what `ops.branch_rows` is given beside these
+        self.rows: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 DOCUMENTS = Documents()
 EPS = 1e-6  #: of queries and keys of length 1, as fla has it, and transformers after it
 BOUNDARIES = "cu_seq_lens_q"  #: what collators call the offsets of documents
+
+
+def _in_rows(tokens: Tensor) -> Tensor:
+    """[B, T, ...] as a recurrence reads it: of whole rows, where they share tokens."""
+    return tokens if DOCUMENTS.rows is None else branch_rows(tokens, *DOCUMENTS.rows)
+
+
+def _of_tokens(made: Tensor) -> Tensor:
+    """What a recurrence made, for the tokens that it was given."""
+    return made if DOCUMENTS.rows is None else first_copies(made, *DOCUMENTS.rows[:2])
 
 
 @dataclass(frozen=True)
@@ -62,8 +82,9 @@ def delta_rule(itself: Callable, rule: Callable = _one_decay) -> Callable:
         if args or kwargs.get("scale") is not None or (offsets is not None and (initial is not None or len(query) > 1)):
             return itself(query, key, value, g, beta, *args, **kwargs)
         eps = EPS if kwargs.get("use_qk_l2norm_in_kernel", False) else 0.0
-        made, state = rule(query, key, value, g, beta, initial, offsets, query.shape[-1] ** -0.5, eps)
-        return made, state if kwargs.get("output_final_state", False) else None
+        given = (_in_rows(each) for each in (query, key, value, g, beta))
+        made, state = rule(*given, initial, offsets, query.shape[-1] ** -0.5, eps)
+        return _of_tokens(made), state if kwargs.get("output_final_state", False) else None
 
     return traced
 
@@ -89,8 +110,8 @@ def convolution(itself: Callable) -> Callable:
             alone = kwargs.get("seq_idx") is None if offsets is None else len(hidden_states) == 1
         if activation not in (None, "silu", "swish") or not alone:
             return itself(hidden_states, weight, bias, activation=activation, **kwargs)
-        made = short_convolution(hidden_states.transpose(1, 2), weight, bias, offsets, activation is not None)
-        return made.transpose(1, 2)
+        given = _in_rows(hidden_states.transpose(1, 2))
+        return _of_tokens(short_convolution(given, weight, bias, offsets, activation is not None)).transpose(1, 2)
 
     return traced
 
@@ -122,8 +143,9 @@ def state_space(itself: Callable) -> Callable:
         dt = torch.clamp(torch.nn.functional.softplus(dt) if dt_softplus else dt, min=dt_limit[0], max=dt_limit[1])
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         initial = None if initial_states is None else initial_states.transpose(2, 3)
-        made, state = ssd_scan(C, B, hidden_states, A.to(wide) * dt.to(wide), dt, initial, offsets)
-        made = made.to(wide)
+        given = (_in_rows(each) for each in (C, B, hidden_states, A.to(wide) * dt.to(wide), dt))
+        made, state = ssd_scan(*given, initial, offsets)
+        made = _of_tokens(made).to(wide)
         if D is not None:
             made = made + D[..., None] * hidden_states.to(wide)
         return (made, state.transpose(2, 3)) if return_final_states else made
@@ -149,9 +171,9 @@ def selective_space(itself: Callable) -> Callable:
     ) -> Any:
         dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
         dt = torch.nn.functional.softplus(dt) if delta_softplus else dt
-        given = (each.transpose(1, 2) for each in (hidden_states, dt))
-        made, state = selective_scan(*given, A, B.transpose(1, 2), C.transpose(1, 2), None, DOCUMENTS.offsets)
-        made = made.transpose(1, 2)
+        x, dt, B, C = (_in_rows(each.transpose(1, 2)) for each in (hidden_states, dt, B, C))
+        made, state = selective_scan(x, dt, A, B, C, None, DOCUMENTS.offsets)
+        made = _of_tokens(made).transpose(1, 2)
         if D is not None:
             made = made + hidden_states * D[None, :, None]
         if z is not None:

@@ -238,7 +238,7 @@ class CompiledLayer(PlacedLayer):
         with context_parallel.outside(self.padding), captured as collected:
             self.variant.collects = collected.asked
             if self.flat is not None:
-                self.collected = collected
+                self.collected, self.variant.shares = collected, self.flat.shared is not None
                 self.variant.own = {*collected.lists, *mappings_in(args, kwargs)}
             if self.stacks is None:
                 output = self.variant.call(self.layer, *args, **kwargs)

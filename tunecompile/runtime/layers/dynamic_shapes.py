@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tunecompile._torch.dynamo import mark_dynamic
-from tunecompile.runtime.unpad.flat_batch import LONGEST, OFFSETS, PLACES, TREE
+from tunecompile.runtime.unpad.flat_batch import LONGEST, OFFSETS, PLACES, ROW_OFFSETS, ROWS, TREE
 from tunecompile.runtime.unpad.masks.given import is_mask
 
 
@@ -198,8 +198,12 @@ def mark_flat(tensors: Sequence[tuple[Any, Tensor]], total: int) -> None:
         pairs = zip(tensor.shape, tensor.shape[1:])
         found = (dim + 1 for dim, sizes in enumerate(pairs) if sizes == (1, total))
         is_table = tensor.dim() == 2 and tensor.shape[0] == total  # a tower's tables have no row for its one row
-        dim = 1 if where == TREE else 0 if where in (OFFSETS, LONGEST, PLACES) or is_table else next(found, None)
+        dim = _OF_ROWS.get(where, 0 if is_table else next(found, None))
         if dim is None and _of_heads(tensor, total):
             dim = 2
         if dim is not None:
             mark_dynamic(tensor, dim)
+
+
+#: by name, the dimensions of what says where tokens of a flattened batch belong
+_OF_ROWS = {OFFSETS: 0, LONGEST: 0, PLACES: 0, TREE: 1, **dict(zip((ROW_OFFSETS, *ROWS), (0, 0, 1, [0, 1])))}

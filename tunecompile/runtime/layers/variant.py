@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,13 @@ from tunecompile._torch.modules import call_original, slot_of
 from tunecompile._torch.stored_tensors import stores_tensors
 from tunecompile.compiler.backend import WEIGHTS_UNREAD, Backend, CompiledAs, WeakBackend, own_code
 from tunecompile.compiler.pass_manager import Context
-from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, is_told_of_images, why_not_token_wise
+from tunecompile.compiler.token_wise.graph import (
+    IMAGE_OFFSETS,
+    ROW_OFFSETS,
+    ROWS,
+    is_told_of_images,
+    why_not_token_wise,
+)
 from tunecompile.errors import summary
 from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUMENTS
 from tunecompile.notes import Note, note
@@ -60,7 +67,8 @@ def layer_call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             raise RowsRefused(note("runs-eagerly"))
         meet(None)
         slot_of(layer).note_eager()
-    offsets = kwargs.get(OFFSETS)
+    offsets = kwargs.get(ROW_OFFSETS, kwargs.get(OFFSETS))
+    rows = tuple(kwargs[name] for name in ROWS) if ROW_OFFSETS in kwargs else None
     args, kwargs = with_document_mask(args, kwargs)
     if LONGEST_IMAGE in told:
         return _by_bounds(layer, told, args, kwargs)
@@ -68,11 +76,11 @@ def layer_call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         offsets = _given_bounds(args, told)
     if offsets is None:
         return call_original(layer, *args, **kwargs)
-    DOCUMENTS.offsets = offsets
+    DOCUMENTS.offsets, DOCUMENTS.rows = offsets, rows
     try:
         return call_original(layer, *args, **kwargs)
     finally:
-        DOCUMENTS.offsets = None
+        DOCUMENTS.offsets = DOCUMENTS.rows = None
 
 
 def _given_bounds(args: tuple, kwargs: dict) -> torch.Tensor | None:
@@ -123,6 +131,7 @@ class Variant:
         self.backend, self.graphs, self.eager, self.breaks = backend, 0, 0, []
         self.effort, self.histories = effort, defaultdict(History)  #: by the number of the function
         self.collects = 0  #: how many values of modules inside the call that runs has collected
+        self.shares = False  #: whether rows share tokens in the call that runs
         self.own: Collection[int] = ()  #: ids of containers that the call that runs may put rows into
         self.batch = 0  #: the number of the batch that runs
         self.recompiles: list[str] = []
@@ -200,7 +209,8 @@ class Variant:
         if self.flat:
             specialize_floats(gm)  # may restart Dynamo's analysis, which comes back here
         if self.flat or is_told_of_images(gm):
-            mixes = note("has-graph-breaks") if self.breaks else why_not_token_wise(gm, self.unread, self.collects)
+            why_not = functools.partial(why_not_token_wise, gm, self.unread, self.collects, self.shares)
+            mixes = note("has-graph-breaks") if self.breaks else why_not()
         if self.flat and mixes is not None:
             return refusing(mixes)
         gm.meta[WEIGHTS_UNREAD] = self.unread and not self.breaks  # which the next piece may read

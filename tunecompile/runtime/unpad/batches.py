@@ -190,7 +190,7 @@ class Batches:
             call.drops |= decision.flat.drops
             call.packs |= not (decision.flat.drops or decision.flat.whole or decision.flat.shared is not None)
             call.whole |= decision.flat.whole
-            if not (decision.flat.whole or decision.flat.drops or call.given.get("cu_seq_lens_q") is not None):
+            if decision.flat.packs and call.given.get("cu_seq_lens_q") is None:
                 self._tell_of_states("states-cross-documents")
             self.flat |= decision.flat.drops
         elif decision.reason is not None:
@@ -204,11 +204,13 @@ class Batches:
 
     def _why_prefixes_stay(self, given: dict[str, Any]) -> Note | None:
         """Why prefixes that rows share are computed in each of them, as far as modules and arguments tell."""
-        if kind := next((type(layer).__name__ for layer in self.members() if knows_documents(layer)), None):
-            return note("states-of-branches", detail=kind)
         if self.gathered:
             return note("weights-gathered")
         return refusals.wants_router_logits(self.owner, given)
+
+    def _recurs(self) -> bool:
+        """Whether layers have recurrences that know documents."""
+        return any(map(knows_documents, self.members()))
 
     def _why_others_read_padding(self) -> Note | None:
         """Whether a layer that is not compiled by us is among those of the call: it would read zeros at padding."""

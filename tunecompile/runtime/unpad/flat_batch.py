@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunecompile._torch.cuda import where_set
-from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, OFFSETS
+from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, OFFSETS, ROW_OFFSETS, ROWS
 from tunecompile.notes import note
 from tunecompile.runtime.cuda_graphs.between import Between
 from tunecompile.runtime.step.rows_refused import RowsRefused
@@ -34,6 +34,7 @@ LONGEST_IMAGE = "longest_image"  #: a tensor [L, 0], read for its size alone: an
 ROUNDED = 128  #: what the longest image is rounded up to, at least
 TREE = "document_tree"  #: int32 [2, S], where documents go on from others: see `ops.branch_attention`
 PLACES = "document_places"  #: int32 [N], with a tree: the place of each token in its row
+#: ROW_OFFSETS and ROWS, with a tree in layers that have recurrences: see `prefixes.rows.BranchRows`
 
 #: what collators tell other attention of boundaries; ours has them from the mask
 BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -167,6 +168,12 @@ class FlatBatch:
         tokens = self.real if self.shared is None else len(self.shared.forest.tokens)
         return tokens < self.shape[0] * self.shape[1]
 
+    @property
+    def packs(self) -> bool:
+        """Whether several documents stand in a row, without padding."""
+        alone = self.shared is not None and len(self.shared.forest.begins) - 1 == self.shape[0]
+        return not (self.whole or self.drops or alone)
+
     def on_row_of(self, other: FlatBatch) -> FlatBatch | None:
         """Itself on another's row, so that layers read what the other's layers made of it, however far back each sees.
 
@@ -211,6 +218,7 @@ class FlatBatch:
         ours = {OFFSETS: self.offsets, LONGEST: self.longest, WINDOW: str(self.window), MASKS: tuple(places)}
         if self.shared is not None:
             ours |= {TREE: self.shared.tree, PLACES: self.shared.places}
+            ours |= dict(zip((ROW_OFFSETS, *ROWS), self.shared.rows or ()))
         added = str(mask.dtype).removeprefix("torch.") if mask is not None and mask.is_floating_point() else ""
         if self.bounds is not None:  # as a layer is told of images that fill up their row
             ours = {IMAGE_BOUNDS: self.bounds, IMAGE_OFFSETS: self.offsets, LONGEST_IMAGE: self.longest}

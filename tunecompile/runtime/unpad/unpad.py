@@ -10,6 +10,7 @@ the model made, whatever function made it (`documents`), and only where its grap
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -93,7 +94,8 @@ class Unpadding(Batches):
         if self.gathered and call.keeps_padding is None:
             call.keeps_padding = note("weights-gathered")
         if call.refused is None:
-            call.prefixes = self.prefixes.begin(call.given, lambda: self._why_prefixes_stay(call.given))
+            why_not = functools.partial(self._why_prefixes_stay, call.given)
+            call.prefixes = self.prefixes.begin(call.given, why_not, self._recurs)
         before, self.running, self.flat = self.running, call, False
         self.readable = [each for each in self.readable if each.memory() is not None]
         self.masks = {mask: known for mask, known in self.masks.items() if not mask.expired()}

@@ -42,6 +42,7 @@ class Keys:
     positions: slice | None  #: which of them are positions; None where tokens are known by their column
     mask: bool  #: whether the last of them is what a mask [B, T] says
     why_not: Callable[[], Note | None]  #: why copies have to stay, where there are any
+    recurs: Callable[[], bool]  #: whether layers have recurrences
     begun: RngAutocastState  #: when the call began
     #: of earlier masks of the call: real tokens, where documents begin, and what these share
     found: list[tuple[Tensor, Tensor, SharedPrefixes | None]] = field(default_factory=list)
@@ -110,7 +111,7 @@ class Keys:
         if (why := self.why_not()) is not None:
             self.search.refuse(why)
             return None
-        return SharedPrefixes.of(forest, real, self.device)
+        return SharedPrefixes.of(forest, real, self.device, self.recurs())
 
 
 class PrefixSearch:
@@ -124,12 +125,15 @@ class PrefixSearch:
         self.checks = CHECKS
         self.batches = self.tokens = self.rows = 0  #: that ran: batches, their forests' tokens, and those of rows
 
-    def begin(self, given: dict[str, Any], why_not: Callable[[], Note | None]) -> Keys | None:
+    def begin(
+        self, given: dict[str, Any], why_not: Callable[[], Note | None], recurs: Callable[[], bool] = lambda: False
+    ) -> Keys | None:
         """Copy what tokens of a call are known by to the host; None where nothing is looked for.
 
         Args:
             given: the owner's arguments, by name.
             why_not: asked where prefixes were found: why they stay.
+            recurs: asked then: whether layers have recurrences, which read whole rows.
         """
         self.calls += 1
         if self.refused is not None or (self.alone >= LOOKS and self.calls % FEW):
@@ -152,7 +156,8 @@ class PrefixSearch:
         parts += [(mask != 0)[None]] if says else []
         known_by = torch.cat([part.to(torch.int64) for part in parts])
         copied, arrived = start_copy_to_host(known_by) if known_by.is_cuda else (known_by, None)
-        return Keys(self, copied, arrived, ids.device, positions, says, why_not, RngAutocastState.now(ids.device))
+        begun = RngAutocastState.now(ids.device)
+        return Keys(self, copied, arrived, ids.device, positions, says, why_not, recurs, begun)
 
     def _tokens(self, given: dict[str, Any]) -> list[Tensor] | None:
         """int64 [1, B, T] each: ids, or digests of embeddings and the ids that they are of; None without either."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.runtime.unpad.prefixes.forest import Forest
+from tunecompile.runtime.unpad.prefixes.rows import BranchRows
 from tunecompile.runtime.unpad.sizes import multiple_on, power_of_two, rounded_to
 
 
@@ -25,12 +26,17 @@ class SharedPrefixes:
     tokens: Tensor  #: int64 [B * T], for each place of the batch its token; 0 at padding
     #: for the second rows that have a token, the third, and so on: their places in the batch, and the tokens
     again: tuple[tuple[Tensor, Tensor], ...]
+    rows: BranchRows | None = None  #: for recurrences; None where layers have none
 
     @staticmethod
-    def of(forest: Forest, real: Tensor, device: torch.device) -> SharedPrefixes:
+    def of(forest: Forest, real: Tensor, device: torch.device, recurs: bool = False) -> SharedPrefixes:
         """Bring a forest to a device.
 
-        real: bool [B, T], on the host: which places of the batch its tokens are, in order.
+        Args:
+            forest: of the batch's rows.
+            real: bool [B, T], on the host: which places of the batch its tokens are, in order.
+            device: of the layers.
+            recurs: whether layers have recurrences, which read whole rows.
         """
         count, found = forest.count, real.flatten().nonzero()[:, 0]
         total = rounded_to(count, multiple_on(device))
@@ -52,19 +58,20 @@ class SharedPrefixes:
         tree = [*forest.parents, *[-1] * missing, *forest.ends, *[total] * missing]
         again = [each for pair in parts[1:] for each in pair]
         wide = _together([index, tokens, *again], device)
-        narrow = _together(
-            [torch.tensor(offsets, device="cpu"), torch.tensor(tree, device="cpu"), places], device, torch.int32
-        )
-        narrow = [part.clone() for part in narrow]  # graphs require that their inputs share no memory
+        narrow = [torch.tensor(offsets, device="cpu"), torch.tensor(tree, device="cpu").view(2, documents), places]
+        narrow += BranchRows.of(forest, total, multiple_on(device)) if recurs else ()
+        # graphs require that their inputs share no memory
+        narrow = [part.clone() for part in _together(narrow, device, torch.int32)]
         return SharedPrefixes(
             forest,
             wide[0],
             narrow[0],
-            narrow[1].view(2, documents),
+            narrow[1],
             narrow[2],
             (~real).flatten().to(device),
             wide[1],
             tuple(zip(wide[2::2], wide[3::2])),
+            BranchRows(*narrow[3:]) if recurs else None,
         )
 
     def batch_of(self, values: Tensor) -> Tensor:
@@ -74,9 +81,9 @@ class SharedPrefixes:
 
 def _together(parts: list[Tensor], device: torch.device, dtype: torch.dtype = torch.int64) -> list[Tensor]:
     """Several lists of numbers on a device, by one copy."""
-    whole = torch.cat(parts).to(dtype)
+    whole = torch.cat([part.flatten() for part in parts]).to(dtype)
     whole = (whole.pin_memory() if device.type == "cuda" else whole).to(device, non_blocking=True)
-    return list(whole.split([len(part) for part in parts]))
+    return [piece.view(part.shape) for piece, part in zip(whole.split([part.numel() for part in parts]), parts)]
 
 
 class _Copies(torch.autograd.Function):

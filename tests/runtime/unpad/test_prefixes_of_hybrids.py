@@ -1,0 +1,159 @@
+"""Rows that begin alike in models with recurrences: all else is computed once, and states go on in each row."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import tunecompile
+from tests.support import zoo
+from tests.support.batches import branches
+from tests.support.compare import assert_close, assert_equal
+from tests.support.models import hybrids
+from tests.support.models.pairs import optimized, pair
+from tests.support.notes import fell_back, has
+from tests.support.reports import shared
+from tunecompile.integrations.kernel_functions import meanings
+from tunecompile.runtime.layers import variant
+from tunecompile.runtime.layers.region import contexts_of
+from tunecompile.runtime.model_state import state_of
+
+pytest.importorskip("transformers.models.qwen3_5")
+pytestmark = pytest.mark.filterwarnings("ignore")
+LIMITS = dict(loss=1e-6, limit=1e-4, floor=1e-4)  #: transformers' rules are in fp32
+FEW = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+QUICK = {"qwen3_5": FEW, "lfm2": {}, "granite_hybrid": {}}
+
+
+def hybrid(family="qwen3_5", dtype=torch.float32):
+    return hybrids.make(family, dtype, **QUICK.get(family, {}), use_cache=False)
+
+
+@functools.cache
+def models(family="qwen3_5"):
+    """(Optimized, as it was.)"""
+    return pair(lambda: hybrid(family))
+
+
+@pytest.mark.parametrize(
+    "family", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in hybrids.HYBRIDS if each not in QUICK)]
+)
+def test_families(family):
+    """Prompts and rows of any number and length, padded on either side or not, by one graph of each kind of layer; then
+    rows that share nothing.
+    """
+    if not hybrids.is_there(family):
+        pytest.skip("this version of transformers has no such model")
+    ours, plain = models(family)
+    batches = [(40, 56, 3, "right"), (37, 90, 5, "left"), (64, 70, 2, "none"), (0, 60, 3, "right"), (33, 50, 4, "")]
+    for seed, (prefix, length, rows, side) in enumerate(batches):
+        batch = branches(prefix, length, rows, seed, side)
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), loss=1e-5, limit=1e-3, floor=1e-3)
+    count, tokens, of_rows = shared(ours)
+    assert not fell_back(ours) and count >= 3 and of_rows > 1.3 * tokens, tunecompile.report(ours)
+    assert not has(ours, "states-cross-documents")
+    assert family not in QUICK or all(region.compiles <= 3 for region in tunecompile.report(ours).regions)
+
+
+def unequal_prompts():
+    one, two = branches(40, 90, 3, 0, "left"), branches(70, 90, 2, 1, "right")
+    return {name: torch.cat([one[name], two[name]]) for name in one}
+
+
+@pytest.mark.parametrize(
+    "batch, once",
+    [
+        (branches(40, 150, 6, 0, "right", more=[(4, 80), (2, 120)]), 5 * 40 + 3 * 40 + 40),
+        (unequal_prompts(), 2 * 36 + 70),
+    ],
+    ids=["turns", "prompts"],
+)
+def test_trees_and_several_prompts(batch, once):
+    """The same bits in each run."""
+    ours, plain = models()
+    _, tokens, rows = shared(ours)
+    found = zoo.step(ours, batch)
+    assert_close(found, zoo.step(plain, batch), **LIMITS)
+    assert_equal(zoo.step(ours, batch), found)
+    _, tokens, rows = (now - before for now, before in zip(shared(ours), (0, tokens, rows)))
+    assert rows == 2 * batch["attention_mask"].sum() and tokens == rows - 2 * once
+
+
+def test_what_is_saved_has_no_copies():
+    """All of it has as many tokens as the forest."""
+    ours, _ = models()
+    zoo.step(ours, branches(side="right"))
+    region = state_of(ours).regions[0]
+    saved = [each.saved for each in contexts_of(region) if each.saved]
+    sizes = [{*size.node.expr.free_symbols} for _, size in saved[0] if isinstance(size, torch.SymInt)]
+    assert len(sizes) > 4 and len(set.union(*sizes)) == 1, saved[0]
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_no_further_from_fp32_than_eager(family):
+    """In bf16."""
+    plain = hybrid(family, torch.bfloat16)
+    ours, wide, batch = optimized(copy.deepcopy(plain)), copy.deepcopy(plain).float(), branches(64, 100, 4, 0, "right")
+    (loss, exact), (theirs, eager), (mine, found) = (zoo.step(each, batch) for each in (wide, plain, ours))
+    allowed, made = (zoo.errors(each, exact, 1e-2) for each in (eager, found))
+    assert (mine - loss).abs() <= (theirs - loss).abs() + 1e-3 * loss and shared(ours)[0] == 1
+    assert {name: made[name] for name in made if made[name] > 1.5 * allowed[name] + 2e-3} == {}
+    assert sum(made.values()) <= 1.1 * sum(allowed.values())
+
+
+def test_adapters_under_checkpointing_and_a_budget():
+    reference = zoo.adapt(hybrid())
+    model = copy.deepcopy(reference)
+    for each in (reference, model):
+        each.gradient_checkpointing_enable()
+        each.enable_input_require_grads()
+    model = optimized(model, memory="1 GiB")
+    for seed in range(2):
+        batch = branches(seed=seed, side="right")
+        assert_close(zoo.step(model, batch), zoo.step(reference, batch), loss=1e-5, limit=1e-3, floor=1e-3)
+    assert shared(model)[0] == 2, tunecompile.report(model)
+
+
+# -- where copies stay ---------------------------------------------------------------------------------------------------
+
+
+def kept(ours, plain, code):
+    for seed in range(2):
+        batch = branches(seed=seed, side="right")
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **LIMITS)
+    assert not shared(ours)[0] and has(ours, "prefixes-kept", reason=code), tunecompile.report(ours)
+
+
+@pytest.mark.parametrize(
+    "home, name, planted, code",
+    [
+        (variant, "DOCUMENTS", meanings.Documents(), "states-of-branches"),
+        (meanings, "_in_rows", lambda tokens: tokens, "mixes-tokens"),
+    ],
+)
+def test_planted_leaks_keep_rows_apart(monkeypatch, home, name, planted, code):
+    """Ops that are not told of rows, or are not given them, would hand on states from one branch to the next."""
+    monkeypatch.setattr(home, name, planted)
+    few = dict(num_hidden_layers=2, layer_types=["linear_attention"] * 2, use_cache=False)
+    kept(*pair(lambda: hybrids.make("qwen3_5", torch.float32, **few)), code)
+
+
+def test_a_layer_without_a_mask_that_draws():
+    """One of experts or an MLP alone, between recurrences: each copy of a token draws for itself."""
+    model = hybrids.make("nemotron_h", torch.float32, num_hidden_layers=2, layers_block_type=["mamba", "mlp"])
+    model.model.layers[1].mixer.up_proj = nn.Sequential(model.model.layers[1].mixer.up_proj, nn.Dropout(0.5))
+    ours = optimized(model)
+    zoo.step(ours, branches(side="right"))
+    assert not shared(ours)[0] and has(ours, "prefixes-kept", reason="draws-random"), tunecompile.report(ours)
+
+
+@pytest.mark.slow
+def test_generated_code():
+    """Of Inductor: one graph for all shapes of a tree."""
+    ours, plain = pair(hybrid, executor="inductor")
+    for seed, (prefix, length, rows) in enumerate([(40, 56, 3), (64, 70, 2), (36, 100, 4)]):
+        batch = branches(prefix, length, rows, seed, "right")
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), loss=1e-5, limit=1e-3, floor=1e-3)
+    assert shared(ours)[0] == 3 and all(each.compiles == 1 for each in tunecompile.report(ours).regions)
