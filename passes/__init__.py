@@ -59,8 +59,10 @@ PIPELINE = [
     recognize.lora_nf4,  # and all of them as one, where a template can write the weights where they are read
     recognize.rope,
     recognize.layer_norm,  # before the other norm, which knows the root of a mean of squares too
-    recognize.add_layer_norm,
     recognize.rms_norm,
+    recognize.modulated_norm,  # of both, before the sums take those that are left
+    recognize.add_modulated_norm,
+    recognize.add_layer_norm,
     recognize.add_rms_norm,  # the sum that ends a rotation is not a residual, if it is normed
     recognize.lora_mlp,  # gate|up, activation and down as one, where a template joins their backward
     recognize.linear_4bit,  # what has no adapter, in rollouts

@@ -1,7 +1,9 @@
 """The backward pass of layer norm of the last dimension, optionally joined with the residual path's gradient.
 
-LayerNorm (https://arxiv.org/abs/1607.06450) with or without weight and bias. x is read again, and mean and deviation
-are recomputed. The forward pass is left to Inductor, which fuses it with the operations before it.
+LayerNorm (https://arxiv.org/abs/1607.06450) with or without weight and bias, or with weights and biases for groups of
+rows, as images of a batch have in adaLN (https://arxiv.org/abs/2212.09748), where the mean may stay (RMSNorm). x is
+read again, and mean and deviation are recomputed. The forward pass is left to Inductor, which fuses it with the
+operations before it.
 
 Inputs may be strided in their (up to three) leading dimensions."""
 
@@ -43,9 +45,10 @@ def backward_kernel(
     dx,
     dweight,
     dbias,  # residual_grad, weight, dweight, dbias: may be None
-    n_rows,
+    n_rows,  # of a group
     n1,
     n2,
+    ws,  # from a group's weights to the next one's
     gs0,
     gs1,
     gs2,
@@ -57,62 +60,82 @@ def backward_kernel(
     rs2,
     N: tl.constexpr,
     EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     PARAMETER_GRADS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program takes every num_programs-th group of ROWS rows and sums the parameters' gradients in registers."""
-    column = tl.arange(0, BLOCK)
+    """A program takes every num_programs-th ROWS rows of a group and sums the parameters' gradients in registers."""
+    column, group = tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     scale = tl.full([BLOCK], 1.0, tl.float32)
     if HAS_WEIGHT:
-        scale = tl.load(weight + column, mask=column < N, other=0.0).to(tl.float32)
+        scale = tl.load(weight + group * ws + column, mask=column < N, other=0.0).to(tl.float32) + OFFSET
     weights = tl.zeros([BLOCK], tl.float32)
     biases = tl.zeros([BLOCK], tl.float32)
-    for group in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
-        row = group * ROWS + tl.arange(0, ROWS)
+    for step in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        row = step * ROWS + tl.arange(0, ROWS)
         inside = (column < N)[None, :]
         mask = (row < n_rows)[:, None] & inside
+        row = group * n_rows + row
         g = tl.load(grad + start_of(row, n1, n2, gs0, gs1, gs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
         value = tl.load(x + start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
-        centred = tl.where(inside, value - (tl.sum(value, 1) / N)[:, None], 0.0)
-        inverse = tl.rsqrt(tl.sum(centred * centred, 1) / N + EPS)[:, None]
-        xhat = centred * inverse
+        if CENTRED:
+            value = tl.where(inside, value - (tl.sum(value, 1) / N)[:, None], 0.0)
+        inverse = tl.rsqrt(tl.sum(value * value, 1) / N + EPS)[:, None]
+        xhat = value * inverse
         if PARAMETER_GRADS:
             weights += tl.sum(g * xhat, 0)
             biases += tl.sum(g, 0)
         g = g * scale[None, :]
-        result = inverse * (g - (tl.sum(g, 1) / N)[:, None] - xhat * (tl.sum(g * xhat, 1) / N)[:, None])
+        result = g - xhat * (tl.sum(g * xhat, 1) / N)[:, None]
+        if CENTRED:
+            result -= (tl.sum(g, 1) / N)[:, None]
+        result *= inverse
         if HAS_RESIDUAL:
             where = start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :]
             result += tl.load(residual_grad + where, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + (row.to(tl.int64) * N)[:, None] + column[None, :], result.to(dx.dtype.element_ty), mask=mask)
     if PARAMETER_GRADS:
-        place = tl.program_id(0).to(tl.int64) * N + column
+        place = (group * tl.num_programs(0) + tl.program_id(0)) * N + column
         tl.store(dweight + place, weights, mask=column < N)
         tl.store(dbias + place, biases, mask=column < N)
 
 
-def backward(grad, x, weight, eps=1e-5, *, residual_grad=None, need_parameter_grads=False, tile=None):
+def backward(
+    grad,
+    x,
+    weight,
+    eps=1e-5,
+    *,
+    offset=0.0,
+    centred=True,
+    residual_grad=None,
+    need_parameter_grads=False,
+    tile=None,
+):
     """The gradients of (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; fp32 inside.
 
     Args:
         grad: of the result, [..., N]. This, x and residual_grad have one shape, and leading strides of their own.
         x: what was normed, bf16, fp16 or fp32 (the sum, where a residual was added).
-        weight: [N], any floating dtype; or None.
+        weight: [N], any floating dtype; or None. [G, N] for G groups of as many successive rows each.
         eps: added to the variance, in the units of x².
+        offset: added to the weight, in its units.
+        centred: whether the mean is taken off; if not, the variance is the mean of squares.
         residual_grad: what reaches x by the residual path, which is added to dx; or None.
         need_parameter_grads: whether the gradients of weight and bias are returned.
         tile: a ``_tiles.Tile`` in place of the table's.
 
     Returns:
-        dx, contiguous, in x's dtype; with ``need_parameter_grads``: (dx, dweight, dbias), these two fp32 [N], summed
-        in a fixed order.
+        dx, contiguous, in x's dtype; with ``need_parameter_grads``: (dx, dweight, dbias), these two fp32 [N] or
+        [G, N], summed in a fixed order.
 
     Raises:
         ValueError: shapes differ.
@@ -121,22 +144,24 @@ def backward(grad, x, weight, eps=1e-5, *, residual_grad=None, need_parameter_gr
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if grad.shape != x.shape or (residual_grad is not None and residual_grad.shape != x.shape):
         raise ValueError(f"gradients must have x's shape, {tuple(x.shape)}")
-    if weight is not None and weight.shape != (n,):
+    if weight is not None and (weight.dim() > 2 or weight.shape[-1] != n or weight.stride(-1) != 1):
         raise ValueError(f"weight {tuple(weight.shape)} for rows of {n}")
+    grouped = weight is not None and weight.dim() == 2
+    groups = weight.shape[0] if grouped else 1
     grad, _, grad_strides = strided_rows(grad)
     x, (n1, n2), strides = strided_rows(x)
     residual_grad, _, residual_strides = (
         (None, None, (0, 0, 0)) if residual_grad is None else strided_rows(residual_grad)
     )
-    rows = x.numel() // n
+    rows = x.numel() // (n * groups)
     tile = tile or _tiles.pick("rms_norm", x, n)
     programs, weights, biases = triton.cdiv(rows, tile.rows), None, None
     if need_parameter_grads:  # few programs, so that few partial sums are left: those that fit on the GPU at once
         programs = row_ranges(rows, tile.rows, multiprocessors(x.device) * max(1, 32 // tile.num_warps))
-        weights, biases = (torch.empty((programs, n), dtype=torch.float32, device=x.device) for _ in range(2))
+        weights, biases = (torch.empty((groups, programs, n), dtype=torch.float32, device=x.device) for _ in range(2))
     launch(
         backward_kernel,
-        (programs,),
+        (programs, groups),
         grad,
         x,
         residual_grad,
@@ -147,11 +172,14 @@ def backward(grad, x, weight, eps=1e-5, *, residual_grad=None, need_parameter_gr
         rows,
         n1,
         n2,
+        weight.stride(0) if grouped else 0,
         *grad_strides,
         *strides,
         *residual_strides,
         N=n,
         EPS=float(eps),
+        OFFSET=float(offset),
+        CENTRED=bool(centred),
         HAS_RESIDUAL=residual_grad is not None,
         HAS_WEIGHT=weight is not None,
         PARAMETER_GRADS=need_parameter_grads,
@@ -160,4 +188,7 @@ def backward(grad, x, weight, eps=1e-5, *, residual_grad=None, need_parameter_gr
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return dx if weights is None else (dx, weights.sum(0), biases.sum(0))
+    if weights is None:
+        return dx
+    sums = weights.sum(1), biases.sum(1)
+    return (dx, *(sums if grouped else (each[0] for each in sums)))

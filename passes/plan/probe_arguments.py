@@ -37,6 +37,12 @@ def _norm(draw: _Draw, before: int, behind: tuple) -> list:
     return [*(draw.normal(ROWS, WIDTH) for _ in range(before)), draw.normal(WIDTH), *behind]
 
 
+def _modulated_norm(draw: _Draw, before: int) -> list:
+    """Two rows of tokens, with scale and shift of their own; `before` tensors of them."""
+    rows = [draw.normal(2, ROWS, WIDTH) for _ in range(before)]
+    return [*rows, draw.normal(2, 1, WIDTH), draw.normal(2, 1, WIDTH), EPS, 1.0, True, draw.dtype]
+
+
 def _nf4(draw: _Draw) -> list:
     rows, columns, block = 6, 192, 64
     scales = draw.normal(rows * columns // block, dtype=torch.float32).abs()
@@ -164,6 +170,8 @@ ARGUMENTS: dict[str, Callable[[_Draw], list]] = {
     "add_rms_norm": lambda draw: _norm(draw, 2, (EPS, 0.0, True)),
     "layer_norm": lambda draw: _norm(draw, 1, (draw.normal(WIDTH), EPS, draw.dtype)),
     "add_layer_norm": lambda draw: _norm(draw, 2, (draw.normal(WIDTH), EPS, draw.dtype)),
+    "modulated_norm": lambda draw: _modulated_norm(draw, 1),
+    "add_modulated_norm": lambda draw: _modulated_norm(draw, 2),
     "gated_activation": lambda draw: [draw.normal(ROWS, WIDTH), draw.normal(ROWS, WIDTH), "silu"],
     "weighted_gate": lambda draw: [*(draw.normal(ROWS, n) for n in (WIDTH, WIDTH, 1)), "silu"],
     "clamped_gate": lambda draw: [draw.normal(ROWS, 2 * WIDTH), 1.702, 7.0],

@@ -1,6 +1,5 @@
 """Replace torch subgraphs by ops. Each file is one op family, with its patterns in plain PyTorch."""
 
-from tunecompile.passes.recognize.add_rms_norm import PASS as add_rms_norm
 from tunecompile.passes.recognize.attention import PASS as attention
 from tunecompile.passes.recognize.causal_attention import ONE_QUERY as one_query_attention
 from tunecompile.passes.recognize.causal_attention import PASS as causal_attention
@@ -15,20 +14,26 @@ from tunecompile.passes.recognize.experts import (
     weighted_gate,
 )
 from tunecompile.passes.recognize.grouped_linear import PASS as grouped_linear
-from tunecompile.passes.recognize.layer_norm import ADD as add_layer_norm
-from tunecompile.passes.recognize.layer_norm import PASS as layer_norm
 from tunecompile.passes.recognize.linear_cross_entropy import PASS as linear_cross_entropy
 from tunecompile.passes.recognize.lora import PASS as lora
 from tunecompile.passes.recognize.lora_mlp import PASS as lora_mlp
 from tunecompile.passes.recognize.lora_nf4 import PASS as lora_nf4
 from tunecompile.passes.recognize.nf4 import FEW_ROWS as linear_4bit
 from tunecompile.passes.recognize.nf4 import PASS as nf4
-from tunecompile.passes.recognize.rms_norm import PASS as rms_norm
+from tunecompile.passes.recognize.norms import (
+    add_layer_norm,
+    add_modulated_norm,
+    add_rms_norm,
+    layer_norm,
+    modulated_norm,
+    rms_norm,
+)
 from tunecompile.passes.recognize.rope import PASS as rope
 from tunecompile.passes.recognize.swiglu import PASS as swiglu
 
 __all__ = [
     "add_layer_norm",
+    "add_modulated_norm",
     "add_rms_norm",
     "attention",
     "causal_attention",
@@ -45,6 +50,7 @@ __all__ = [
     "lora",
     "lora_mlp",
     "lora_nf4",
+    "modulated_norm",
     "nf4",
     "one_query_attention",
     "rms_norm",

@@ -9,7 +9,7 @@ from tests.support.passes.norms import centred_norm
 from tests.support.passes.run import check, family, random
 from tests.support.passes.traced import recognized
 from tunecompile.ops import layer_norm
-from tunecompile.passes.recognize.layer_norm import anchors
+from tunecompile.passes.recognize.norms.layer_norm import anchors
 
 PASSES = family("layer_norm", "add_layer_norm", "rms_norm")
 EPS = 1e-3

@@ -282,6 +282,14 @@ def cases(many=1, batch=1, device="cpu"):
             lambda g, x, w, r: layer_norm.backward(g, x, w, residual_grad=r, need_parameter_grads=True),
             [x, x, w, x],
         ),
+        "modulated_norm_backward": (
+            lambda g, x, w, r: layer_norm.backward(*(g, x, w), offset=1.0, residual_grad=r, need_parameter_grads=True),
+            [x, x, e(4, 3 * 4096)[:, :4096], x],
+        ),
+        "modulated_rms_norm_backward": (
+            lambda g, x, w: layer_norm.backward(g, x, w, offset=1.0, centred=False, need_parameter_grads=True),
+            [x, x, e(4, 4096)],
+        ),
         "swiglu": (lambda g, u: swiglu.forward(g, u), [gate, up]),
         "weighted_backward": (
             lambda d, g, u, w: swiglu.weighted_backward(d, g, u, w),

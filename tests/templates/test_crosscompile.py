@@ -72,7 +72,10 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         **dict.fromkeys(["attention_queries", "attention_branches_queries"], ["dq"]),
         "causal_softmax": ["logsumexp", "sums", "weights"],
         "causal_softmax_backward": ["dscores", "weights"],
-        "layer_norm_backward": ["dbias", "dweight", "dx"],
+        **dict.fromkeys(
+            ["layer_norm_backward", "modulated_norm_backward", "modulated_rms_norm_backward"],
+            ["dbias", "dweight", "dx"],
+        ),
         "fp8_quantize": ["out", "scales"],
         "fp8_quantize_wide": ["out", "scales"],
         "fp8_adapter": ["out", "scales"],

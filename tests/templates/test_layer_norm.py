@@ -52,6 +52,29 @@ def test_more_rows_than_programs(device, error):
     assert all(error(mine, exact) < 2e-6 for mine, exact in zip(got, reference(x, weight, grad, 1e-6)))
 
 
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_groups_of_rows_have_weights_of_their_own(device, error, groups, centred):
+    """More rows than programs take at a time, and columns that are no multiple of a block."""
+    x, grad, other = (make((3, 11, 36), device, torch.float32, seed) for seed in range(3))
+    scale, shift = (make((groups, 1, 72), device, torch.float32, 3)[..., i::2][..., :36].contiguous() for i in (0, 1))
+    given = [each.double().requires_grad_() for each in (x, scale, shift)]
+    norm = F.layer_norm if centred else F.rms_norm
+    extra = (None, None) if centred else (None,)
+    made = norm(given[0], (36,), *extra, 1e-3) * (1 + given[1]) + given[2]
+    dx, *sums = torch.autograd.grad(made, given, grad.double())
+    got = layer_norm.backward(
+        *(grad, x, scale[:, 0], 1e-3),
+        offset=1.0,
+        centred=centred,
+        residual_grad=other,
+        need_parameter_grads=True,
+        tile=Tile(0, rows=2, num_warps=32),
+    )
+    assert error(got[0], dx + other.double()) < 2e-6
+    assert all(error(mine, exact[:, 0]) < 2e-6 for mine, exact in zip(got[1:], sums))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 4096), (4096, 8192), (1000, 768), (64, 28672)])
 def test_real_size(gpu_only, device, error, bound, shape):

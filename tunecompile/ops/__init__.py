@@ -29,7 +29,7 @@ from tunecompile.ops.lora_mlp import lora_mlp
 from tunecompile.ops.lora_mlp_tiled import lora_mlp_tiled
 from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.nf4 import dequantize_4bit
-from tunecompile.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from tunecompile.ops.norms import add_layer_norm, add_modulated_norm, add_rms_norm, layer_norm, modulated_norm, rms_norm
 from tunecompile.ops.packed import dequantize_fp8_blocks, dequantize_mxfp4
 from tunecompile.ops.packed.few_rows import linear_4bit
 from tunecompile.ops.recurrent import (
@@ -48,6 +48,7 @@ __all__ = [
     "adapted_norm",
     "adapted_stack",
     "add_layer_norm",
+    "add_modulated_norm",
     "add_rms_norm",
     "branch_attention",
     "branch_rows",
@@ -74,6 +75,7 @@ __all__ = [
     "lora_linear_nf4",
     "lora_mlp",
     "lora_mlp_tiled",
+    "modulated_norm",
     "one_query_attention",
     "rms_norm",
     "rope",

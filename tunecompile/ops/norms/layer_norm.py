@@ -8,7 +8,7 @@ from torch import Tensor
 from tunecompile.ir.op import Cost, op
 from tunecompile.ops.norms.rms_norm import compute_dtype, refuse_norm
 
-__all__ = ["add_layer_norm", "add_layer_norm_backward", "layer_norm", "layer_norm_backward"]
+__all__ = ["add_layer_norm", "add_layer_norm_backward", "layer_norm", "layer_norm_backward", "standardize"]
 
 
 @op(cost=Cost.POINTWISE)
@@ -25,7 +25,7 @@ def layer_norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps:
     Returns:
         [..., H], in `dtype`, rounded once.
     """
-    made = _normed(x, eps)[0]
+    made = standardize(x, eps)[0]
     made = made if weight is None else made * weight.to(made.dtype)
     made = made if bias is None else made + bias.to(made.dtype)
     return made.to(dtype)
@@ -48,8 +48,8 @@ def layer_norm_backward(
     return [dx.to(x.dtype), _as(dweight, weight), _as(dbias, bias)]
 
 
-def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """((x - mean) / deviation, 1 / deviation), in the dtype of the arithmetic."""
+def standardize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return ((x - mean) / deviation, 1 / deviation) over the last dimension, in the dtype of the arithmetic."""
     wide = x.to(compute_dtype(x.dtype))
     centred = wide - wide.mean(-1, keepdim=True)
     inverse = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -58,7 +58,7 @@ def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients before rounding, in the dtype of the arithmetic."""
-    normed, inverse = _normed(x, eps)
+    normed, inverse = standardize(x, eps)
     wide = grad.to(normed.dtype)
     scaled = wide if weight is None else wide * weight.to(normed.dtype)
     share = (scaled * normed).mean(-1, keepdim=True)

@@ -12,7 +12,7 @@ from tunecompile.ir.match import Match, cast
 from tunecompile.ir.rewrite import apply, rewrite
 from tunecompile.ops import add_layer_norm, layer_norm
 from tunecompile.ops.norms import compute_dtype
-from tunecompile.passes.recognize.add_rms_norm import alike, in_one_dtype
+from tunecompile.passes.recognize.norms.add_rms_norm import alike, in_one_dtype
 
 __all__ = ["ADD", "PASS"]
 

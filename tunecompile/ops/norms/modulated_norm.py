@@ -1,0 +1,178 @@
+"""Norms without weights that rows of the batch scale and shift (adaLN; Peebles & Xie, 2023, arXiv:2212.09748)."""
+
+import torch
+from torch import Tensor
+
+from tunecompile.ir.op import Cost, op
+from tunecompile.notes import Note, note
+from tunecompile.ops.norms.layer_norm import standardize
+from tunecompile.ops.norms.rms_norm import compute_dtype, refuse_norm
+
+__all__ = ["add_modulated_norm", "add_modulated_norm_backward", "modulated_norm", "modulated_norm_backward"]
+
+
+@op(cost=Cost.POINTWISE)
+def modulated_norm(
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, centred: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return norm(x) * (offset + scale) + shift, over the last dimension (arXiv:2212.09748).
+
+    Args:
+        x: [..., T, H], any floating dtype. Arithmetic is in `compute_dtype`.
+        scale: [..., 1, H], each leading size 1 or x's, any floating dtype.
+        shift: as scale.
+        eps: added to the variance, or to the mean of squares, in the units of x².
+        offset: added to the scale, in its units: 1, or 0 where the model has added it.
+        centred: whether the mean is taken off first (LayerNorm), or not (RMSNorm).
+        dtype: of the result, floating.
+
+    Returns:
+        [..., T, H], in `dtype`, rounded once.
+    """
+    made = _normed(x, eps, centred)[0]
+    return (made * (offset + scale.to(made.dtype)) + shift.to(made.dtype)).to(dtype)
+
+
+@modulated_norm.backward(saves=("x", "scale", "shift", "eps", "offset", "centred"), gives=("x", "scale", "shift"))
+def modulated_norm_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, centred: bool
+) -> list[Tensor]:
+    """The gradients of `modulated_norm`. Statistics are recomputed, which is cheaper than reading saved ones.
+
+    Args:
+        grad: of the result, [..., T, H] in its dtype. The others are those of `modulated_norm`; of shift only shape and
+            dtype count.
+
+    Returns:
+        [dx, dscale, dshift], in shape and dtype of x, scale and shift. Sums over rows are in `compute_dtype`.
+    """
+    dx, dscale, dshift = _gradients(grad, x, scale, shift, eps, offset, centred)
+    return [dx.to(x.dtype), dscale, dshift]
+
+
+def _normed(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+    """(norm of x, what its deviation is divided by), in the dtype of the arithmetic."""
+    if centred:
+        return standardize(x, eps)
+    wide = x.to(compute_dtype(x.dtype))
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide * inverse, inverse
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, before rounding, and of scale and shift, behind it."""
+    unit, inverse = _normed(x, eps, centred)
+    wide = grad.to(unit.dtype)
+    scaled = wide * (offset + scale.to(unit.dtype))
+    dx = scaled - unit * (scaled * unit).mean(-1, keepdim=True)
+    dx = inverse * (dx - scaled.mean(-1, keepdim=True) if centred else dx)
+    return dx, _as(wide * unit, scale), _as(wide, shift)
+
+
+def _as(gradient: Tensor, given: Tensor) -> Tensor:
+    """Its sum over what was broadcast, in a fixed order."""
+    return gradient.sum([i for i, size in enumerate(given.shape) if size == 1], keepdim=True).to(given.dtype)
+
+
+@op(cost=Cost.POINTWISE)
+def add_modulated_norm(
+    x: Tensor,
+    residual: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    offset: float,
+    centred: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return a residual sum and its modulated norm, with one pass for all gradients (arXiv:2212.09748).
+
+    Args:
+        x: [..., T, H], any floating dtype: often a branch that a gate has scaled.
+        residual: as x, in shape and dtype.
+        scale: [..., 1, H]. This and shift, eps (in the units of x²), offset, centred and dtype (of the norm): as for
+            `modulated_norm`.
+
+    Returns:
+        (`modulated_norm` of total, total), with total = x + residual, rounded to their dtype: which the next residual
+        addition reads."""
+    total = x + residual
+    return modulated_norm.reference(total, scale, shift, eps, offset, centred, dtype), total
+
+
+@add_modulated_norm.backward(
+    saves=("out1", "scale", "shift", "eps", "offset", "centred"),
+    gives=(("x", "residual"), "scale", "shift"),
+    outputs=2,
+)
+def add_modulated_norm_backward(
+    grad: Tensor,
+    grad_total: Tensor,
+    out1: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    offset: float,
+    centred: bool,
+) -> list[Tensor]:
+    """The gradients of `add_modulated_norm`: those of the norm and of the residual path are added before rounding.
+
+    Args:
+        grad: of the norm, [..., T, H] in its dtype.
+        grad_total: of the sum, as out1.
+        out1: the sum, x + residual. The others are those of `add_modulated_norm`.
+
+    Returns:
+        [dtotal, dscale, dshift], in shape and dtype of out1, scale and shift. The first is the gradient of both x and
+        residual.
+    """
+    dx, dscale, dshift = _gradients(grad, out1, scale, shift, eps, offset, centred)
+    return [(dx + grad_total).to(out1.dtype), dscale, dshift]
+
+
+def _refuse(x: Tensor, scale: Tensor, shift: Tensor, *gradients: Tensor) -> Note | None:
+    if reason := refuse_norm(x, *gradients):
+        return reason
+    whole = scale.shape == shift.shape and scale.dim() == x.dim() == 3 and scale.stride(-1) == 1
+    return None if whole else note("arguments-not-supported")
+
+
+_BECAUSE = "one pass for dX and the partial sums of scale and shift"
+
+
+@modulated_norm_backward.provider(
+    "triton", because=_BECAUSE, refuses=lambda grad, x, scale, shift, *_: _refuse(x, scale, shift, grad)
+)
+def _(grad, x, scale, shift, eps, offset, centred, *, used):
+    if not (used[1] or used[2]):  # Inductor joins what reads dX: the gate of the branch before
+        return modulated_norm_backward.reference(grad, x, scale, shift, eps, offset, centred)
+    return _by_template(grad, None, x, scale, shift, eps, offset, centred)
+
+
+@add_modulated_norm_backward.provider(
+    "triton",
+    because=_BECAUSE,
+    refuses=lambda grad, grad_total, out1, scale, shift, *_: _refuse(out1, scale, shift, grad, grad_total),
+)
+def _(grad, grad_total, out1, scale, shift, eps, offset, centred, *, used):
+    if not (used[1] or used[2]):
+        return add_modulated_norm_backward.reference(grad, grad_total, out1, scale, shift, eps, offset, centred)
+    return _by_template(grad, grad_total, out1, scale, shift, eps, offset, centred)
+
+
+def _by_template(grad, grad_total, x, scale, shift, eps, offset, centred):
+    from tunecompile.templates import layer_norm as template
+
+    dx, *sums = template.backward(
+        grad,
+        x,
+        scale[:, 0],
+        eps,
+        offset=offset,
+        centred=centred,
+        residual_grad=grad_total,
+        need_parameter_grads=True,
+    )
+    return [dx, *(each[:, None].to(given.dtype) for each, given in zip(sums, (scale, shift)))]
