@@ -268,17 +268,17 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         import tunecompile
 
         print(tunecompile.report(model))
-    return {"status": "ok", **figures(found), **memory_figures(device)}
+    return {"status": "ok", **figures(found, UNTIMED), **memory_figures(device)}
 
 
-def figures(found: dict[str, Any]) -> dict[str, Any]:
+def figures(found: dict[str, Any], untimed: int) -> dict[str, Any]:
     """A row's figures of what steps took. Those of sizes differ; tokens a second are those of all timed steps together."""
-    times, timed = found["ms"], found["ms"][UNTIMED:]
+    times, timed = found["ms"], found["ms"][untimed:]
     step = {"median": median(timed), "min": min(timed), "max": max(timed), "mean": mean(timed)}
     told = {key: found[key] for key in ("compilations", "late_compilations") if key in found}
     return {
         "repeats": len(timed),
-        "tokens_per_s": 1e3 * sum(found["tokens"][UNTIMED:]) / sum(timed),
+        "tokens_per_s": 1e3 * sum(found["tokens"][untimed:]) / sum(timed),
         "step_ms": step,
         "all_step_ms": times,
         "slow_steps": sum(time > SLOW * step["median"] for time in times[SETTLED:]),

@@ -289,6 +289,37 @@ def test_steps_with_images_of_changing_sizes(tower, tmp_path, monkeypatch):
     assert "tower " + tower in report.render_vision(tmp_path)
 
 
+@pytest.mark.parametrize("mode", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
+def test_steps_of_a_diffusion_transformer(mode, tmp_path, monkeypatch):
+    """Systems see the same batches of all aspects. (In this process, with small images.)"""
+    pytest.importorskip("diffusers")
+    pytest.importorskip("bitsandbytes" if mode == "qlora" else "peft")
+    from benchmarks.steps import diffusion
+
+    def here(given, name, *_):
+        return diffusion.measure(SimpleNamespace(**{**vars(given), "systems": name}))
+
+    monkeypatch.setattr(diffusion, "run", here)
+    out = tmp_path / "flux.json"
+    command = ["diffusion.py", "--model", "flux-tiny", "--mode", mode, "--systems", "hf,hf-checkpoint,tunecompile"]
+    command += ["--pixels", "256", "--buckets", "3", "--text", "6", "--layers", "2", "--steps", "4", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert diffusion.main() == 0
+    eager, checkpointed, ours = json.loads(out.read_text())["runs"]
+    assert eager["losses"] == pytest.approx(ours["losses"], rel=1e-3) and eager["losses"] == checkpointed["losses"]
+    assert len(ours["losses"]) == 13 and ours["repeats"] == 6 and ours["shape"] == "1x~256px" and ours["layers"] == 2
+    assert checkpointed["checkpointing"] and eager["compilations"] == 0
+    assert (ours["compilations"], ours["late_compilations"]) == (2, 0)
+
+
+def test_aspects_of_images_are_ten_of_about_as_many_tokens():
+    from benchmarks.steps import diffusion
+
+    for pixels, tokens in ((1024, 4096), (512, 1024)):
+        sizes = diffusion.sizes_of(pixels, 10)
+        assert len({*sizes}) == 10 and all(0.93 * tokens < height * width <= tokens for height, width in sizes)
+
+
 def test_sizes_of_images_recur_or_are_all_others():
     """Up to ten come in turn, in grids that merge to whole tokens; and each of a hundred comes once."""
     from benchmarks.steps import vision
@@ -304,7 +335,9 @@ def test_slow_steps_are_those_after_the_first_two():
     from benchmarks.steps import vision
 
     times = [900.0, 80.0, 30.0, *[10.0] * (vision.UNTIMED - 3), 10.0, 12.0, 26.0]
-    found = vision.figures({"ms": times, "tokens": [8] * len(times), "losses": [], "trainable_parameters": 1})
+    found = vision.figures(
+        {"ms": times, "tokens": [8] * len(times), "losses": [], "trainable_parameters": 1}, vision.UNTIMED
+    )
     assert found["slow_steps"] == 2 and found["step_ms"] == {"median": 12.0, "min": 10.0, "max": 26.0, "mean": 16.0}
     assert found["tokens_per_s"] == 500.0 and found["repeats"] == 3 and "late_compilations" not in found
 
