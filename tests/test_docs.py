@@ -144,6 +144,22 @@ def test_the_quickstart_runs(way, op_by_op, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+def test_the_loop_of_diffusion_runs(op_by_op):
+    from tests.support.models.diffusion import batch, flux
+
+    block, _ = blocks("guides/diffusion.md")
+    names = {"transformer": flux().train(), "batches": [without_dict(*batch(flux, height=side)) for side in (2, 3)]}
+    exec(block, names)
+    report = tunecompile.report(names["transformer"])
+    assert report.compiles == 2 and not find(report, *EAGER), report
+
+
+def without_dict(inputs, velocity):
+    return {name: given for name, given in inputs.items() if name != "return_dict"}, velocity
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_the_loop_of_the_guide_runs(op_by_op):
     accelerate = pytest.importorskip("accelerate")
     (block,) = [block for block in blocks("guides/loops.md") if "Accelerator" in block]

@@ -45,11 +45,11 @@ MODELS: dict[str, dict[str, Any]] = {
         in_channels=16,
         num_layers=2,
         num_single_layers=2,
-        attention_head_dim=16,
+        attention_head_dim=32,
         num_attention_heads=2,
         joint_attention_dim=24,
         pooled_projection_dim=20,
-        axes_dims_rope=(4, 6, 6),
+        axes_dims_rope=(8, 12, 12),
     ),
 }
 
@@ -111,7 +111,7 @@ def pack(model: nn.Module, dtype: Any) -> None:
     from tunecompile.cli.compare.shapes import quantised_linear
 
     for path, module in list(model.named_modules()):
-        if "transformer_blocks." in path and isinstance(module, nn.Linear):
+        if "blocks." in path and isinstance(module, nn.Linear):
             new = quantised_linear(module, module.weight.data, dtype, torch.uint8)
             new.bias = module.bias
             model.set_submodule(path, new)

@@ -61,10 +61,30 @@ def test_checkpoints_around_blocks_are_a_budget():
     assert model._gradient_checkpointing_func is function
 
 
+@pytest.mark.parametrize(
+    "make, products",
+    [(flux, 20), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((qwen_image, 14), (wan, 10)))],
+)
+def test_frozen_weights_in_nf4(make, products):
+    """products: those of 4-bit weights in all kinds of blocks. With checkpointing, from which a plan is made."""
+    pytest.importorskip("bitsandbytes")
+    model = adapted(make, packed=True)
+    expected = [step(model, batch(make, **size)) for size in SIZES[:2]]
+    model.enable_gradient_checkpointing()
+    tunecompile.optimize(model, executor="eager")
+    for size, each in zip(SIZES, expected):
+        assert_close(step(model, batch(make, **size)), each)
+    report = tunecompile.report(model)
+    (found,) = [match for match in report.matches if match.family == "nf4"]
+    assert (found.found, found.rewritten) == (products, products), report
+    assert {region.compiles for region in report.regions} == {1} and not find(report, *EAGER, *BROKEN), report
+    assert find(report, "checkpointing-is-budget"), report.notes
+
+
 def test_a_budget_is_planned_without_a_head():
     model = adapted(flux)
     expected = [step(model, batch(flux, **size)) for size in SIZES[:2]]
-    tunecompile.optimize(model, executor="eager", memory=200_000)
+    tunecompile.optimize(model, executor="eager", memory=400_000)
     for size, each in zip(SIZES, expected):
         assert_close(step(model, batch(flux, **size)), each)
     report = tunecompile.report(model)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 diffusers = pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 
-LAYERS, HEADS = 3, dict(attention_head_dim=16, num_attention_heads=2)
+#: 64 columns: bitsandbytes' blocks of NF4 are whole rows
+LAYERS, HEADS = 3, dict(attention_head_dim=32, num_attention_heads=2)
 TEXT = dict(joint_attention_dim=24)
 #: linears, as PEFT matches ends of names
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
@@ -25,7 +26,7 @@ def flux() -> nn.Module:
         num_single_layers=LAYERS,
         pooled_projection_dim=20,
         guidance_embeds=True,
-        axes_dims_rope=(4, 6, 6),
+        axes_dims_rope=(8, 12, 12),
         **HEADS,
         **TEXT,
     )
@@ -33,7 +34,7 @@ def flux() -> nn.Module:
 
 def qwen_image() -> nn.Module:
     return diffusers.QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, num_layers=LAYERS, axes_dims_rope=(4, 6, 6), **HEADS, **TEXT
+        in_channels=16, out_channels=4, num_layers=LAYERS, axes_dims_rope=(8, 12, 12), **HEADS, **TEXT
     )
 
 
@@ -43,7 +44,7 @@ def wan() -> nn.Module:
         out_channels=4,
         text_dim=24,
         freq_dim=32,
-        ffn_dim=64,
+        ffn_dim=128,
         num_layers=LAYERS,
         rope_max_seq_len=32,
         **HEADS,
@@ -56,7 +57,7 @@ def sd3() -> nn.Module:
         in_channels=4,
         out_channels=4,
         num_layers=LAYERS,
-        caption_projection_dim=32,
+        caption_projection_dim=64,
         pooled_projection_dim=20,
         pos_embed_max_size=32,
         qk_norm="rms_norm",
@@ -68,12 +69,16 @@ def sd3() -> nn.Module:
 MODELS = (flux, qwen_image, wan, sd3)
 
 
-def adapted(make: Any, **more: Any) -> nn.Module:
-    """The model with random weights, and adapters whose B is not 0, as diffusers' scripts add them."""
+def adapted(make: Any, packed: bool = False, **more: Any) -> nn.Module:
+    """The model with random weights, and adapters whose B is not 0, as diffusers' scripts add them. packed: in NF4."""
     torch.manual_seed(0)
     model = make()
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() < 2 else 0.0, 0.1)
+    if packed:
+        from benchmarks.steps.diffusion import pack
+
+        pack(model, torch.float32)
     model.requires_grad_(False)
     model.add_adapter(peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, **more))
     for name, parameter in model.named_parameters():
