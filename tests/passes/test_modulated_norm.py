@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.autocast import norms_as_on_a_gpu
 from tests.support.passes.run import check, family, random
 from tests.support.passes.traced import recognized
 from tunecompile.ops import add_modulated_norm, modulated_norm
@@ -134,3 +135,17 @@ def test_a_sum_that_broadcasts_is_apart():
     args = random(1, TOKENS, WIDTH), random(ROWS, TOKENS, WIDTH), *(random(ROWS, WIDTH) for _ in range(3))
     graph, _ = recognized(block, *args, passes=PASSES, expect={"modulated_norm": 1})
     assert not graph.find_nodes(op="call_function", target=add_modulated_norm.overload)
+
+
+def test_under_autocast():
+    """A GPU's norm gives fp32, so that scale and shift widen: the op does so by itself, from x in half precision."""
+
+    def fn(x, scale, shift, weight):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.linear(flux(x, scale, shift), weight)
+
+    args = *given(torch.bfloat16), random(WIDTH, WIDTH, dtype=torch.bfloat16)
+    with norms_as_on_a_gpu():
+        seen = check(fn, *args, passes=PASSES, expect={"modulated_norm": 1}, tol=1.6e-2)
+    (node,) = seen.graphs[0].find_nodes(op="call_function", target=modulated_norm.overload)
+    assert node.args[0].op == "placeholder" and node.args[6] == torch.float32
