@@ -4,11 +4,12 @@
         --systems hf,hf-checkpoint,compile-blocks,tunecompile --out benchmarks/results/flux.1-dev-qlora-10x1024px.json
 
     python benchmarks/steps/diffusion.py --layers 4 --pixels 512 --buckets 1 --seconds 170 --out ...
+    python benchmarks/steps/diffusion.py --model wan-2.1-1.3b --pixels 640 --frames 81 --out ...
 
 Flow matching with LoRA on the linears that diffusers' script for Flux adapts, random weights in bf16 or NF4, made where they are
 used. `--buckets` counts the aspects whose images come in turn, all of about as many pixels. `compile-blocks` is diffusers'
-`compile_repeated_blocks`. Each system has a process of its own, and its row is written when it ends. Without a GPU, `--model
-flux-tiny` is for trials.
+`compile_repeated_blocks`. Each system has a process of its own, and its row is written when it ends. Without a GPU, models
+whose names end in `-tiny` are for trials.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.steps.vision import SETTLED, figures, tell
 from tunecompile.cli.compare.spec import system
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 RANK, LR, TEXT = 16, 1e-4, 512  #: of adapters; tokens of a caption
@@ -36,21 +38,29 @@ BLOCKS = "compile-blocks"
 #: height and width in sixteenths of an image's edge, whose product is about 256
 ASPECTS = ((16, 16), (18, 14), (14, 18), (19, 13), (13, 19), (21, 12), (12, 21), (24, 10), (10, 24), (17, 15))
 #: ends of the names of adapted linears, as diffusers' train_dreambooth_lora_flux.py has them
-TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
-TARGETS += ["ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"]
-#: model -> its config; FluxTransformer2DModel's defaults but for these
-MODELS: dict[str, dict[str, Any]] = {
-    "flux.1-dev": {},
-    "flux-tiny": dict(
-        in_channels=16,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=2,
-        joint_attention_dim=24,
-        pooled_projection_dim=20,
-        axes_dims_rope=(8, 12, 12),
-    ),
+TARGETS = [
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+    "net.0.proj",
+    "net.2",
+]
+FLUX, QWEN, WAN = "FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel"
+_TINY = dict(attention_head_dim=32, num_attention_heads=2, num_layers=2)
+_TINY_IMAGES = dict(_TINY, in_channels=16, joint_attention_dim=24, axes_dims_rope=(8, 12, 12))
+#: model -> its class, and its config where that differs from the class's own
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "flux.1-dev": (FLUX, dict(guidance_embeds=True)),
+    "qwen-image": (QWEN, {}),
+    "wan-2.1-1.3b": (WAN, dict(num_attention_heads=12, num_layers=30, ffn_dim=8960)),
+    "flux-tiny": (FLUX, dict(_TINY_IMAGES, guidance_embeds=True, num_single_layers=2, pooled_projection_dim=20)),
+    "qwen-image-tiny": (QWEN, dict(_TINY_IMAGES, out_channels=4)),
+    "wan-tiny": (WAN, dict(_TINY, in_channels=4, out_channels=4, text_dim=24, ffn_dim=128)),
 }
 
 
@@ -58,10 +68,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="flux.1-dev")
     parser.add_argument("--mode", choices=("lora", "qlora"), default="lora", help="the frozen weights: bf16, or NF4")
-    parser.add_argument("--layers", type=int, help="of joint blocks, at least 2, and twice as many of single ones")
+    parser.add_argument("--layers", type=int, help="at least 2; of Flux joint ones, and twice as many single")
     parser.add_argument("--pixels", type=int, default=1024, help="of a square image's edge")
     parser.add_argument("--buckets", type=int, default=1, choices=range(1, len(ASPECTS) + 1), metavar="1..10")
-    parser.add_argument("--rows", type=int, default=1, help="images of a batch")
+    parser.add_argument("--frames", type=int, default=1, help="of a video")
+    parser.add_argument("--rows", type=int, default=1, help="images or videos of a batch")
     parser.add_argument("--text", type=int, default=TEXT, help="tokens of a caption")
     parser.add_argument("--systems", default=f"hf,hf-checkpoint,{BLOCKS},tunecompile")
     parser.add_argument("--steps", type=int, default=10, help="timed steps at least; each bucket is timed as often")
@@ -78,20 +89,21 @@ def sizes_of(pixels: int, buckets: int) -> list[tuple[int, int]]:
     return [(side * height // 16, side * width // 16) for height, width in ASPECTS[:buckets]]
 
 
-def build(given: argparse.Namespace, device: str) -> nn.Module:
+def build(given: argparse.Namespace, device: str, dtype: torch.dtype) -> nn.Module:
     """The model of random weights with adapters, the same for all systems."""
+    import diffusers
     import torch
-    from diffusers import FluxTransformer2DModel
     from peft import LoraConfig
 
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    config: dict[str, Any] = {"guidance_embeds": True} | MODELS[given.model]
+    kind, config = MODELS[given.model]
     if given.layers:
-        config |= {"num_layers": given.layers, "num_single_layers": 2 * given.layers}
+        config = (
+            config | {"num_layers": given.layers} | ({"num_single_layers": 2 * given.layers} if kind == FLUX else {})
+        )
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     with torch.device(device):
-        model = FluxTransformer2DModel(**config)
+        model = getattr(diffusers, kind)(**config)
         if given.mode == "qlora":
             pack(model, dtype)
         model.requires_grad_(False)
@@ -103,7 +115,7 @@ def build(given: argparse.Namespace, device: str) -> nn.Module:
     return model.train()
 
 
-def pack(model: nn.Module, dtype: Any) -> None:
+def pack(model: nn.Module, dtype: torch.dtype) -> None:
     """Quantise the linears of all blocks, as diffusers' own config for bitsandbytes does."""
     import torch
     from torch import nn
@@ -118,31 +130,35 @@ def pack(model: nn.Module, dtype: Any) -> None:
     setattr(model, "is_loaded_in_4bit", True)  # noqa: B010 (PEFT reads it to choose its layer class)
 
 
-def make_batch(model: nn.Module, number: int, size: tuple[int, int], rows: int, text: int) -> dict[str, Tensor]:
-    """Noisy latents, their captions and places, and the velocity that is to be predicted, as "target"."""
+def make_batch(model: nn.Module, number: int, size: tuple[int, int], given: argparse.Namespace) -> tuple[dict, Tensor]:
+    """What the model is called with: noisy latents and their captions; and the velocity that is to be predicted."""
     import torch
 
-    config, (height, width) = model.config, size
-    parameter = next(model.parameters())
+    config, kind, (height, width) = model.config, MODELS[given.model][0], size
+    rows, text, parameter = given.rows, given.text, next(model.parameters())
     device = parameter.device
     generator = torch.Generator(device).manual_seed(number)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=parameter.dtype)
 
-    places = torch.zeros(height, width, 3, device=device)
-    places[..., 1] += torch.arange(height, device=device)[:, None]
-    places[..., 2] += torch.arange(width, device=device)[None]
-    return {
-        "hidden_states": random(rows, height * width, config.in_channels),
-        "encoder_hidden_states": random(rows, text, config.joint_attention_dim),
-        "pooled_projections": random(rows, config.pooled_projection_dim),
-        "timestep": torch.rand(rows, generator=generator, device=device),
-        "guidance": torch.full((rows,), 3.5, device=device),
-        "img_ids": places.reshape(-1, 3),
-        "txt_ids": torch.zeros(text, 3, device=device),
-        "target": random(rows, height * width, config.in_channels),
-    }
+    time = torch.rand(rows, generator=generator, device=device)
+    if kind == WAN:  # latents have a quarter of the frames behind the first, and four to a token
+        shape: tuple[int, ...] = (rows, config.in_channels, 1 + (given.frames - 1) // 4, 2 * height, 2 * width)
+        inputs = {"timestep": 1000 * time, "encoder_hidden_states": random(rows, text, config.text_dim)}
+    else:
+        shape = (rows, height * width, config.in_channels)
+        inputs = {"timestep": time, "encoder_hidden_states": random(rows, text, config.joint_attention_dim)}
+    if kind == QWEN:
+        inputs["img_shapes"] = [[(1, height, width)]] * rows
+    if kind == FLUX:
+        places = torch.zeros(height, width, 3, device=device)
+        places[..., 1] += torch.arange(height, device=device)[:, None]
+        places[..., 2] += torch.arange(width, device=device)[None]
+        inputs |= {"img_ids": places.reshape(-1, 3), "txt_ids": torch.zeros(text, 3, device=device)}
+        inputs["pooled_projections"] = random(rows, config.pooled_projection_dim)
+        inputs["guidance"] = torch.full((rows,), 3.5, device=device)
+    return inputs | {"hidden_states": random(*shape)}, random(*shape)
 
 
 def prepare(model: nn.Module, name: str, device: str) -> nn.Module:
@@ -173,10 +189,10 @@ def train(model: nn.Module, given: argparse.Namespace, device: str) -> dict[str,
     settled = before
     found: dict[str, Any] = {"ms": [], "tokens": [], "losses": []}
     for number in range(untimed(given) + timed(given)):
-        batch = make_batch(model, number, sizes[number % len(sizes)], given.rows, given.text)
+        height, width = size = sizes[number % len(sizes)]
+        batch, target = make_batch(model, number, size, given)
         wait()
         begun = time.perf_counter()
-        target = batch.pop("target")
         predicted = model(**batch, return_dict=False)[0]
         loss = torch.nn.functional.mse_loss(predicted.float(), target.float())
         loss.backward()
@@ -185,7 +201,7 @@ def train(model: nn.Module, given: argparse.Namespace, device: str) -> dict[str,
         found["losses"].append(loss.item())
         wait()
         found["ms"].append(1e3 * (time.perf_counter() - begun))
-        found["tokens"].append(target.shape[0] * (target.shape[1] + given.text))
+        found["tokens"].append(given.rows * ((1 + (given.frames - 1) // 4) * height * width + given.text))
         if number + 1 == SETTLED:
             settled = compilations()
     found |= {"compilations": compilations() - before, "late_compilations": compilations() - settled}
@@ -216,7 +232,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     from tunecompile.cli.compare.meters import memory_figures, reset_memory
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = prepare(build(given, device), given.systems, device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = prepare(build(given, device, dtype), given.systems, device)
     reset_memory(device)
     try:
         found = train(model, given, device)
@@ -232,7 +249,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 def run(given: argparse.Namespace, name: str, _folder: str, seconds: float) -> dict[str, Any]:
     """The row of one system, from a process of its own."""
     command = [sys.executable, __file__, "--alone", "--systems", name, "--out", str(given.out), "--mode", given.mode]
-    for option in ("model", "layers", "pixels", "buckets", "rows", "text", "steps"):
+    for option in ("model", "layers", "pixels", "buckets", "frames", "rows", "text", "steps"):
         if (value := getattr(given, option)) is not None:
             command += [f"--{option}", str(value)]
     return row_apart(command, given.logs / f"diffusion-{name}.log", seconds)
@@ -246,6 +263,7 @@ def main() -> int:
         return 0
     about = {"model": given.model, "mode": given.mode, "budget_gib": None, "rank": RANK, "text": given.text}
     about |= {"shape": f"{given.rows}x{'~' * (given.buckets > 1)}{given.pixels}px", "images": given.buckets}
+    about |= {"frames": given.frames} if given.frames > 1 else {}
     about |= {"layers": given.layers} if given.layers else {}
     cases = {
         name: {"system": name, "checkpointing": name != BLOCKS and bool(system(name).checkpointing), **about}

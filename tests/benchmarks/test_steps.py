@@ -289,8 +289,15 @@ def test_steps_with_images_of_changing_sizes(tower, tmp_path, monkeypatch):
     assert "tower " + tower in report.render_vision(tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
-def test_steps_of_a_diffusion_transformer(mode, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "model, mode, kinds",
+    [
+        ("flux-tiny", "lora", 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("flux-tiny", "qlora", 2), ("wan-tiny", "lora", 1))),
+        pytest.param("qwen-image-tiny", "qlora", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_of_a_diffusion_transformer(model, mode, kinds, tmp_path, monkeypatch):
     """Systems see the same batches of all aspects. (In this process, with small images.)"""
     pytest.importorskip("diffusers")
     pytest.importorskip("bitsandbytes" if mode == "qlora" else "peft")
@@ -300,8 +307,8 @@ def test_steps_of_a_diffusion_transformer(mode, tmp_path, monkeypatch):
         return diffusion.measure(SimpleNamespace(**{**vars(given), "systems": name}))
 
     monkeypatch.setattr(diffusion, "run", here)
-    out = tmp_path / "flux.json"
-    command = ["diffusion.py", "--model", "flux-tiny", "--mode", mode, "--systems", "hf,hf-checkpoint,tunecompile"]
+    out = tmp_path / "steps.json"
+    command = ["diffusion.py", "--model", model, "--mode", mode, "--systems", "hf,hf-checkpoint,tunecompile"]
     command += ["--pixels", "256", "--buckets", "3", "--text", "6", "--layers", "2", "--steps", "4", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
     assert diffusion.main() == 0
@@ -309,7 +316,7 @@ def test_steps_of_a_diffusion_transformer(mode, tmp_path, monkeypatch):
     assert eager["losses"] == pytest.approx(ours["losses"], rel=1e-3) and eager["losses"] == checkpointed["losses"]
     assert len(ours["losses"]) == 13 and ours["repeats"] == 6 and ours["shape"] == "1x~256px" and ours["layers"] == 2
     assert checkpointed["checkpointing"] and eager["compilations"] == 0
-    assert (ours["compilations"], ours["late_compilations"]) == (2, 0)
+    assert (ours["compilations"], ours["late_compilations"]) == (kinds, 0)
 
 
 def test_aspects_of_images_are_ten_of_about_as_many_tokens():
