@@ -33,6 +33,7 @@ from tests.support.planted_functions import (
     norm,
     quantised,
     residual_layer_norm,
+    residual_modulated_norm,
     residual_norm,
     rotated,
     rotated_in_pairs,
@@ -251,6 +252,21 @@ def a_layer_norm(name, spelled, inputs, model=None) -> Subject:
     )
 
 
+def a_modulated_norm(name, spelled, inputs) -> Subject:
+    return Subject(
+        "norms/modulated_norm",
+        name,
+        spelled,
+        lambda op, *args: op(*args[:-2], args[-2][:, None], args[-1][:, None], 0.1, 1.0, True, args[0].dtype),
+        lambda dtype: [
+            *(random(2, 3, 6, dtype=dtype) for _ in range(inputs)),
+            *(random(2, 6, dtype=dtype) for _ in range(2)),
+        ],
+        ((f"{RECOGNIZE}.norms.modulated_norm", name),),
+        ("layer_norm", "rms_norm", "modulated_norm", "add_modulated_norm"),
+    )
+
+
 def a_rotation(spelled, interleaved, model) -> Subject:
     return Subject(
         "rope",
@@ -341,15 +357,8 @@ SUBJECTS = {
     ),
     "layer norm": a_layer_norm("layer_norm", layer_norm, 1, lambda: model("phi", full=True)),
     "residual layer norm": a_layer_norm("add_layer_norm", residual_layer_norm, 2),
-    "modulated norm": Subject(
-        "norms/modulated_norm",
-        "modulated_norm",
-        modulated_norm,
-        lambda op, x, scale, shift: op(x, scale[:, None], shift[:, None], 0.1, 1.0, True, x.dtype),
-        lambda dtype: [random(2, 3, 6, dtype=dtype), random(2, 6, dtype=dtype), random(2, 6, dtype=dtype)],
-        ((f"{RECOGNIZE}.norms.modulated_norm", "modulated_norm"),),
-        ("layer_norm", "rms_norm", "modulated_norm"),
-    ),
+    "modulated norm": a_modulated_norm("modulated_norm", modulated_norm, 1),
+    "residual modulated norm": a_modulated_norm("add_modulated_norm", residual_modulated_norm, 2),
     "SwiGLU": a_gate("silu", model),
     "GeGLU": a_gate("gelu_tanh", lambda: model("gemma2")),
     "clamped gate": a_clamped_gate(),

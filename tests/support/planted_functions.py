@@ -30,6 +30,11 @@ def modulated_norm(x, scale, shift):
     return F.layer_norm(x, x.shape[-1:], None, None, 0.1) * (1 + scale[:, None]) + shift[:, None]
 
 
+def residual_modulated_norm(x, residual, scale, shift):
+    total = x + residual
+    return modulated_norm(total, scale, shift), total
+
+
 def residual_layer_norm(x, residual, weight, bias):
     total = x + residual
     return layer_norm(total, weight, bias), total

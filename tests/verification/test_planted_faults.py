@@ -22,6 +22,7 @@ FAULTS = [
     Fault("residual layer norm", "lost residual gradient", "(dx + grad_total).to(out1.dtype)", "dx.to(out1.dtype)"),
     Fault("modulated norm", "dropped 1", "made * (offset + scale", "made * (0 + scale"),
     Fault("modulated norm", "shift's gradient that is scaled", "_as(wide, shift)", "_as(scaled, shift)"),
+    Fault("residual modulated norm", "lost residual gradient", "(dx + grad_total).to(out1.dtype)", "dx.to(out1.dtype)"),
     Fault("norm", "wrong sign of the projection", "dx = r * (scaled - normed", "dx = r * (scaled + normed"),
     Fault("norm", "lost 1/rms", "dx = r * (scaled", "dx = (scaled"),
     Fault("norm", "dropped projection", "(scaled - normed * (scaled * normed).mean(-1, keepdim=True))", "scaled"),
