@@ -1,7 +1,7 @@
 """Adapted linears that read the same input (q|k|v, gate|up) become one op: one XA, one matrix product, one dX."""
 
 from collections.abc import Iterator
-from operator import add, getitem, mul
+from operator import add, getitem, mul, setitem
 
 import torch
 from torch.fx import Graph, Node
@@ -68,22 +68,28 @@ def _result(node: Node) -> Node | None:
     return next((user for user in node.users if user.target is getitem and user.args[1] == 0), None)
 
 
-def _readers(y: Node) -> Iterator[Node]:
-    """The users of y, or of a view or slice of it."""
+def _readers(y: Node) -> Iterator[tuple[Node, Node]]:
+    """(User, what it reads) of y, or of a view or slice of it."""
     for user in y.users:
-        yield user
+        yield user, y
         if user.target in VIEWS:
             yield from _readers(user)
 
 
 def _gated(y: Node) -> Node | None:
     """The gated activation that reads y or a slice of it."""
-    return next((user for user in _readers(y) if user.target is gated_activation.overload), None)
+    return next((user for user, _ in _readers(y) if user.target is gated_activation.overload), None)
 
 
 def _changed_in_place(y: Node) -> bool:
     """Whether y or a view of it is mutated, which autograd forbids for slices of one tensor."""
-    return any(map(is_mutation, _readers(y)))
+    return any(is_mutation(user) and not _is_copied(user, read) for user, read in _readers(y))
+
+
+def _is_copied(user: Node, read: Node) -> bool:
+    """Whether a mutation writes to another tensor what it reads: values to a cache."""
+    to_self = user.target is setitem or (user.op == "call_method" and user.target != "set_")  # which makes an alias
+    return to_self and user.args[0] is not read and user.kwargs.get("out") is not read
 
 
 def _leads_to_gradient(y: Node) -> bool:

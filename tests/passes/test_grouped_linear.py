@@ -141,6 +141,21 @@ def test_a_result_that_is_changed_in_place():
     check(fn, random(2, 3, 8), *operands(), *operands(), passes=[])
 
 
+@pytest.mark.parametrize("how", ["index_copy_", "setitem"])
+def test_a_result_that_is_copied_to_a_cache(how):
+    def fn(x, cache, *o):
+        k, v = lora(x, *o[:3]), lora(x, *o[3:])
+        cache = cache * 1.0
+        if how == "setitem":
+            cache[:, 1:4] = v.view(v.shape)
+        else:
+            cache.index_copy_(1, torch.arange(1, 4), v.view(v.shape))
+        return k * cache[:, 1:4] + cache[:, :1]
+
+    given = random(2, 3, 8), random(2, 5, 6), *operands(), *operands()
+    check(fn, *(each.detach() for each in given), passes=PASSES, expect={"lora_linear": 1})
+
+
 def test_autocast_with_fp32_parameters():
     layer = Siblings(3)
     with torch.autocast("cpu", torch.bfloat16):
