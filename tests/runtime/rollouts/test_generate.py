@@ -1,6 +1,7 @@
 """`generate` of an optimized model gives the tokens of transformers' own loop, from recorded steps."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -169,6 +170,18 @@ def test_few_numbers_of_rows_are_compiled():
     (region,) = state_of(ours).regions
     assert [variant.graphs for variant in region.variants.values()] == [1]
     assert prompt.rounded(torch.ones(70, 2, dtype=torch.int64), {})[0].shape[0] == 96
+
+
+def test_rows_are_constants(monkeypatch, tmp_path):
+    """Products of few rows have none of their own for a number of rows that is a symbol."""
+    torch._dynamo.reset()
+    monkeypatch.setenv("TUNECOMPILE_DUMP", str(tmp_path))
+    _, ours, _ = pair()
+    for count in (8, 4, 2):
+        inputs = {name: value[torch.arange(count) % 3] for name, value in prompts().items()}
+        ours.generate(**inputs, **greedy(max_new_tokens=3))
+    graphs = [file.read_text() for file in sorted(tmp_path.glob("*recognize.before.py"))]
+    assert [int(re.search(r'"f32\[(\d+), 1, \d+\]', graph)[1]) for graph in graphs] == [8, 4, 2]
 
 
 def test_heads_as_wide_as_the_cache_is_long():

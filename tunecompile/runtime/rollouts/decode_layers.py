@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunecompile._torch.dynamo import is_compiling, mark_dynamic
+from tunecompile._torch.dynamo import is_compiling, mark_dynamic, static_shapes
 from tunecompile._torch.modules import call_original
 from tunecompile.integrations.generation import IndexRead, LayerParts
 from tunecompile.integrations.transformers import is_cache
@@ -61,7 +61,8 @@ class DecodeLayers:
         variant = region.scoring(CallKind(setting, tuple(shapes)), way=ROLLOUT)
         before = [] if variant.ran else [(each, each.clone()) for each in self.parts.tensors(number)]
         try:
-            with self.parts.alone(layer, number):
+            # Rows that differ from call to call would be a symbol, for which there are no products of few rows
+            with self.parts.alone(layer, number), static_shapes():
                 return variant.call(layer, *args, **kwargs)
         except IndexRead:
             for tensor, value in before:
