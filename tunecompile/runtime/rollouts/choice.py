@@ -52,15 +52,16 @@ class Choice:
         """Return the token of each row, int64 [rows].
 
         A drawn one is the first of a race: each token arrives after an exponential time, at the rate of its
-        probability. `torch.multinomial` does the same, and asks the host whether the probabilities are valid.
+        probability. `torch.multinomial` does the same, and asks the host whether the probabilities are valid. Times are
+        compared by their logarithms, which need no softmax.
         """
         if not self.sample:
             return scores.argmax(-1)
-        probabilities = scores.softmax(-1)
-        drawn = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)
+        drawn = (scores - torch.empty_like(scores).exponential_().log_()).argmax(-1)
         if self.invalid is None:
             self.invalid = torch.zeros((), dtype=torch.bool, device=scores.device)
-        self.invalid.logical_or_(probabilities.gather(-1, drawn[:, None]).isnan().any())  # the maximum of a NaN is NaN
+        # Of a row with a NaN or an infinity that is drawn, and of one that excludes all tokens
+        self.invalid.logical_or_(~scores.gather(-1, drawn[:, None]).isfinite().all())
         return drawn
 
     def check(self) -> None:
