@@ -15,7 +15,8 @@ from .._launch import launch, next_power_of_2
 
 __all__ = ["combine", "forward", "split"]
 
-PARTS = 8  #: of the keys, of each head and row
+PROGRAMS = 512  #: of one call, about: heads of all rows, and parts of the keys
+MOST = 32  #: parts
 STEP = 64  #: keys at once
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -58,23 +59,25 @@ def part_kernel(
     top = tl.full([GROUP_POW2], -1.0e38, tl.float32)
     total = tl.zeros([GROUP_POW2], tl.float32)
     out = tl.zeros([GROUP_POW2, D_POW2], tl.float32)
-    for begin in range(part * each, tl.minimum(part * each + each, length), STEP):
-        token = begin + tl.arange(0, STEP)
-        seen = token < length
-        seen = tl.load(mask + row * mask_row + token * mask_token, mask=seen, other=0) != 0
-        if tl.max(seen.to(tl.int32), 0) > 0:
-            at = token.to(tl.int64)
-            there = seen[:, None] & (d < D)[None, :]
-            keys = tl.load(k + at[:, None] * k_token + d[None, :], mask=there, other=0.0)
-            values = tl.load(v + at[:, None] * v_token + d[None, :], mask=there, other=0.0)
-            scores = tl.dot(query, tl.trans(keys)) * (SCALE * LOG2E)
-            scores = tl.where(seen[None, :], scores, -1.0e38)
-            new = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.where(seen[None, :], tl.exp2(scores - new[:, None]), 0.0)
-            shrink = tl.exp2(top - new)
-            total = total * shrink + tl.sum(weights, 1)
-            out = out * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
-            top = new
+    begin, end = part * each, tl.minimum(part * each + each, length)
+    mask += row * mask_row
+    token = begin + tl.arange(0, STEP)
+    seen = tl.load(mask + token * mask_token, mask=token < end, other=0) != 0
+    for _ in range(begin, end, STEP):
+        at = token.to(tl.int64)
+        there = seen[:, None] & (d < D)[None, :]
+        keys = tl.load(k + at[:, None] * k_token + d[None, :], mask=there, other=0.0)
+        values = tl.load(v + at[:, None] * v_token + d[None, :], mask=there, other=0.0)
+        token += STEP
+        then = tl.load(mask + token * mask_token, mask=token < end, other=0) != 0  # loads of keys would wait for it
+        scores = tl.dot(query, tl.trans(keys)) * (SCALE * LOG2E)
+        scores = tl.where(seen[None, :], scores, -1.0e38)
+        new = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.where(seen[None, :], tl.exp2(scores - new[:, None]), 0.0)
+        shrink = tl.exp2(top - new)
+        total = total * shrink + tl.sum(weights, 1)
+        out = out * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
+        top, seen = new, then
     place = (row * tl.num_programs(1) + head) * PARTS + part
     tl.store(sums + place * GROUP * D + g[:, None] * D + d[None, :], out, mask=mine)
     tl.store(tops + place * 2 * GROUP + g, top, mask=g < GROUP)
@@ -127,11 +130,12 @@ def split(q, k, v, mask, scale):
         units of log 2, and sums of weights.
     """
     (rows, _, _, width), heads, shared = q.shape, k.shape[1], q.shape[1] // k.shape[1]
-    sums = torch.empty(rows, heads, PARTS, shared, width, dtype=torch.float32, device=q.device)
-    tops = torch.empty(rows, heads, PARTS, 2, shared, dtype=torch.float32, device=q.device)
+    parts = min(MOST, max(4, next_power_of_2(PROGRAMS // (rows * heads))))
+    sums = torch.empty(rows, heads, parts, shared, width, dtype=torch.float32, device=q.device)
+    tops = torch.empty(rows, heads, parts, 2, shared, dtype=torch.float32, device=q.device)
     launch(
         part_kernel,
-        (rows, heads, PARTS),
+        (rows, heads, parts),
         q,
         k,
         v,
@@ -148,7 +152,7 @@ def split(q, k, v, mask, scale):
         SCALE=scale,
         GROUP=shared,
         D=width,
-        PARTS=PARTS,
+        PARTS=parts,
         STEP=STEP,
         GROUP_POW2=max(16, next_power_of_2(shared)),
         D_POW2=max(16, next_power_of_2(width)),
@@ -160,7 +164,7 @@ def split(q, k, v, mask, scale):
 
 def combine(sums, tops, dtype):
     """The attention of all parts: [B, H, 1, D] in `dtype`, from the results of `split`."""
-    rows, heads, _, shared, width = sums.shape
+    rows, heads, parts, shared, width = sums.shape
     out = torch.empty(rows, heads * shared, 1, width, dtype=dtype, device=sums.device)
     launch(
         combine_kernel,
@@ -170,7 +174,7 @@ def combine(sums, tops, dtype):
         out,
         GROUP=shared,
         D=width,
-        PARTS=PARTS,
+        PARTS=parts,
         D_POW2=max(16, next_power_of_2(width)),
         num_warps=1,
         num_stages=1,
