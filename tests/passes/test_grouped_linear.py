@@ -153,7 +153,7 @@ def test_a_result_that_is_copied_to_a_cache(how):
         return k * cache[:, 1:4] + cache[:, :1]
 
     given = random(2, 3, 8), random(2, 5, 6), *operands(), *operands()
-    check(fn, *(each.detach() for each in given), passes=PASSES, expect={"lora_linear": 1})
+    check(fn, *(each.detach() for each in given), expect={"lora_linear": 1})
 
 
 def test_autocast_with_fp32_parameters():
