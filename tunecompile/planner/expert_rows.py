@@ -88,13 +88,13 @@ def expert_rows(graph: Graph, backward: set[Node]) -> list[ExpertRows]:
 
 def name_of_op(node: Node) -> str | None:
     """The name of the op that a node calls; None of another call."""
-    op = OPS.get(node.target)
-    return None if op is None else op.name
+    return OPS[node.target].name if node.target in OPS else None
 
 
 def sums_over_rows(node: Node) -> bool:
     """Whether it is one of the gradients that a product's backward sums over all rows."""
-    return node.target is operator.getitem and name_of_op(node.args[0]) == GROUPED_BACKWARD and node.args[1] > 0
+    of: Any = node.args
+    return node.target is operator.getitem and name_of_op(of[0]) == GROUPED_BACKWARD and of[1] > 0
 
 
 def _is_by_row(node: Node, rows: set[Node], order: Node) -> bool:
@@ -105,19 +105,20 @@ def _is_by_row(node: Node, rows: set[Node], order: Node) -> bool:
         rows: of its inputs, those that have rows.
         order: of the rows.
     """
+    given: Any = node.args
     if name_of_op(node) in SPREADS:
         return not rows
     if node.target is operator.getitem:
         return sums_over_rows(node) or _has_rows(node.meta["val"], order)
     if name_of_op(node) == GROUPED:
-        return rows == {node.args[0]}
+        return rows == {given[0]}
     if name_of_op(node) == GROUPED_BACKWARD:
-        grad, x, *_, xa = node.args
+        grad, x, *_, xa = given
         return rows == {grad, x, xa} and all(_is_exact(user) for user in node.users if sums_over_rows(user))
     if not rows:
         return False
-    if (op := OPS.get(node.target)) is not None:
-        return op.cost is Cost.POINTWISE and rows == {*_tensors(node)} and _all_have_rows(node, order)
+    if node.target in OPS:
+        return OPS[node.target].cost is Cost.POINTWISE and rows == {*_tensors(node)} and _all_have_rows(node, order)
     if (at := _ALONG.get(node.target)) is not None:
         return rows == {*_tensors(node)} and _all_have_rows(node, order) and _leaves_rows(node, at)
     tags = getattr(node.target, "tags", ())
