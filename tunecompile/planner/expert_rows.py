@@ -24,7 +24,7 @@ __all__ = ["GROUPED", "GROUPED_BACKWARD", "SPREADS", "ExpertRows", "expert_rows"
 aten, prims = torch.ops.aten, torch.ops.prims
 GROUPED, GROUPED_BACKWARD = "grouped_lora_linear", "grouped_lora_linear_backward"
 SPREADS = ("spread_rows", "collect_rows_backward")  #: tokens to rows
-_ALONG = {  #: ATen's calls that keep the rows, by where the dimensions stand that they work along
+_ALONG: dict[Any, int] = {  #: ATen's calls that keep the rows, by where the dimensions stand that they work along
     aten.unsqueeze.default: 1,
     aten.squeeze.dim: 1,
     aten.sum.dim_IntList: 1,
