@@ -44,7 +44,7 @@ def test_gradients_are_those_of_rows(sides):
     "family", ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted({*zoo.NAMES} - {"gemma3"}))]
 )
 def test_families(family):
-    """Windows that are shorter than a prefix, sinks, soft-caps, experts; what cannot share says why."""
+    """Sinks, soft-caps, experts, windows; what cannot share says why."""
     torch.manual_seed(0)
     ours, plain = pair(lambda: zoo.make(family))
     for side in ("right", "", ""):
@@ -52,6 +52,15 @@ def test_families(family):
         assert_close(zoo.step(ours, batch), zoo.step(plain, batch), limit=2e-3, floor=1e-3)
     kept = any(has(ours, code) for code in ("prefixes-kept", "padding-kept", "sizes-kept"))
     assert shared(ours)[0] or kept, tunecompile.report(ours)
+
+
+def test_a_window_is_counted_in_each_row():
+    """It is shorter than the prefix, and a branch's first tokens see into it."""
+    ours, plain = pair(lambda: attending(family="mistral", sliding_window=16).double())
+    for side in ("right", "left"):
+        batch = branches(side=side)
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **EXACT)
+    assert shared(ours)[0] == 2
 
 
 def test_trees_of_turns():
