@@ -30,6 +30,10 @@ def convolved(x, weight, bias):
     return F.silu(made[:, :, : x.shape[1]].mT)
 
 
+#: of three rows that share their first tokens: the token of each place, then first and further places of each token
+PLACES = torch.tensor([0, 1, 2, 0, 1, 3, 0])
+OWN, AGAIN = torch.tensor([[0, 1, 2, 5], [0, 1, -1, -1]]), torch.tensor([[3, 4], [6, -1]])
+
 #: name of a subject -> file below ops/recurrent, op, the same in plain torch, the call of the op, its arguments in a dtype
 RECURRENT_CASES = {
     "delta rule": (
@@ -73,5 +77,19 @@ RECURRENT_CASES = {
         lambda x, weight, bias: torch.cat([convolved(x[:, :2], weight, bias), convolved(x[:, 2:], weight, bias)], 1),
         lambda op, x, weight, bias: op(x, weight, bias, torch.tensor([0, 2, 5]), True),
         lambda dtype: [random(1, 5, 3, dtype=dtype), random(3, 4, dtype=dtype), random(3, dtype=dtype)],
+    ),
+    "rows of a forest": (
+        "branches",
+        "branch_rows",
+        lambda x: x[:, PLACES],
+        lambda op, x: op(x, PLACES, OWN, AGAIN),
+        lambda dtype: [random(1, 4, 3, dtype=dtype)],
+    ),
+    "first copies": (
+        "branches",
+        "first_copies",
+        lambda made: made[:, OWN[0]],
+        lambda op, made: op(made, PLACES, OWN),
+        lambda dtype: [random(1, 7, 3, dtype=dtype)],
     ),
 }

@@ -246,6 +246,8 @@ FAULTS = [
     Fault("short convolution", "lost bias", "return made if bias is None else made + bias", "return made"),
     Fault("short convolution", "gradient of another token", "_ahead(given, steps, documents)", "given"),
     Fault("short convolution", "lost slope", "given * gate * (1 + z * (1 - gate))", "given * gate"),
+    Fault("rows of a forest", "lost copies", ".to(wide) + _taken(further, own[1])", ".to(wide)"),
+    Fault("first copies", "gradient at all copies", "torch.where(first, rows, -1)", "rows"),
     Fault(
         "convolution of documents",
         "a leak in the gradient",
