@@ -57,7 +57,7 @@ def operands(tokens=TOKENS, adapters=torch.float64):
     )
 
 
-def ran(fn, args, plan, tol=1e-12, **compiled):
+def ran(fn, args, plan, tol=1e-12, executor="eager", **compiled):
     """(Op, tile) of the products in the graph behind the pass, and bytes saved, after a comparison with eager."""
     seen = []
 
@@ -66,7 +66,7 @@ def ran(fn, args, plan, tol=1e-12, **compiled):
         seen.append([(name_of_op(node), node.meta.get("tile")) for node in products])
 
     at = 1 + [p.name for p in PIPELINE].index("tile_rows")
-    backend = Backend("test", [*PIPELINE[:at], Pass("look", "plan", look), *PIPELINE[at:]], "eager", plan=plan)
+    backend = Backend("test", [*PIPELINE[:at], Pass("look", "plan", look), *PIPELINE[at:]], executor, plan=plan)
     torch._dynamo.reset()
     assert_same(*(sum(results(f, args), []) for f in (torch.compile(fn, backend=backend, **compiled), fn)), tol=tol)
     assert not backend.failures
@@ -90,6 +90,12 @@ def test_sizes_that_are_symbols(tokens):
     """Tiles have equal lengths but for the last; below two rows a tile there are none."""
     found, _ = ran(block(), operands(tokens), Plan(None, TILES), dynamic=True)
     assert len(found) == (4 if tokens == 3 else 4 * TILES)
+
+
+@pytest.mark.slow
+def test_generated_code():
+    found, _ = ran(block(masked), operands(), Plan(None, 16), executor="inductor", dynamic=True)
+    assert len(found) == 4 * 16
 
 
 def test_gradients_that_are_rounded_are_not_sums_of_tiles():
