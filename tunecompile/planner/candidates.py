@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.ir.op import OPS, Cost, aten_name
 from tunecompile.planner.cost_model import Work, flops, graph_work, node_cost
-from tunecompile.planner.expert_rows import expert_rows
+from tunecompile.planner.expert_rows import expert_rows, name_of_op
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.liveness import extent, node_bytes, tensor_bytes
 from tunecompile.planner.recompute_attention import is_recomputable
@@ -87,7 +87,7 @@ def describe(node: Node) -> str:
         if isinstance(value, (tuple, list))
         else value
     )
-    called = OPS[node.target].name if node.target in OPS else aten_name(node.target)
+    called = name_of_op(node) or aten_name(node.target)
     return f"{called.strip('_')} {'x'.join(str(size_hint(size)) for size in largest.shape)}"
 
 

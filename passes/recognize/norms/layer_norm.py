@@ -6,13 +6,13 @@ back that alone reads it becomes part of the op."""
 import torch
 import torch.nn.functional as F
 
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass, recognize
+from tunecompile.compiler.pass_manager import recognize
 from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.match import Match, cast
-from tunecompile.ir.rewrite import apply, rewrite
+from tunecompile.ir.rewrite import rewrite
 from tunecompile.ops import add_layer_norm, layer_norm
 from tunecompile.ops.norms import compute_dtype
-from tunecompile.passes.recognize.norms.add_rms_norm import alike, in_one_dtype
+from tunecompile.passes.recognize.norms.residual import alike, in_one_dtype, joined
 
 __all__ = ["ADD", "PASS"]
 
@@ -134,14 +134,5 @@ def residual_norm(x, residual, weight, bias, eps, dtype):
     return layer_norm(total, weight, bias, eps, dtype), total
 
 
-def _run_add(graph, context: Context) -> None:
-    total = residual_norm.pattern.outputs[1].target
-    sums = [n for n in graph.nodes if n.target is layer_norm.overload and n.args[0].target is total]
-    places, refused = apply(residual_norm, graph)
-    context.tallies.append(MatchCount("add_layer_norm", len(sums), len(places), refused, places))
-
-
 PASS = recognize("layer_norm", [between_casts, torch_norm, *_WRITTEN], anchors)
-ADD = Pass(
-    "add_layer_norm", "recognize", _run_add, requires=frozenset({"layer_norm"}), provides=frozenset({"add_layer_norm"})
-)
+ADD = joined(layer_norm, residual_norm)

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass, recognize
+from tunecompile.compiler.pass_manager import recognize
 from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.match import Match
-from tunecompile.ir.rewrite import Rewrite, apply, rewrite
+from tunecompile.ir.rewrite import Rewrite, rewrite
 from tunecompile.ops import add_modulated_norm, layer_norm, modulated_norm, rms_norm
 from tunecompile.ops.norms import compute_dtype
-from tunecompile.passes.recognize.norms.add_rms_norm import alike, in_one_dtype
+from tunecompile.passes.recognize.norms.residual import alike, in_one_dtype, joined
 
 __all__ = ["ADD", "PASS"]
 
@@ -119,18 +119,5 @@ def residual_norm(x, residual, scale, shift, eps, offset, centred, dtype):
     return modulated_norm(total, scale, shift, eps, offset, centred, dtype), total
 
 
-def _run_add(graph, context: Context) -> None:
-    total = residual_norm.pattern.outputs[1].target
-    sums = [n for n in graph.nodes if n.target is modulated_norm.overload and n.args[0].target is total]
-    places, refused = apply(residual_norm, graph)
-    context.tallies.append(MatchCount("add_modulated_norm", len(sums), len(places), refused, places))
-
-
 PASS = recognize("modulated_norm", [*_SPELLINGS, rounded], anchors, requires=frozenset({"layer_norm", "rms_norm"}))
-ADD = Pass(
-    "add_modulated_norm",
-    "recognize",
-    _run_add,
-    requires=frozenset({"modulated_norm"}),
-    provides=frozenset({"add_modulated_norm"}),
-)
+ADD = joined(modulated_norm, residual_norm)
