@@ -6,6 +6,7 @@ import gc
 import io
 import logging
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +92,16 @@ class Cut(CutOnce):
 
     def piece(self, x):
         return super().forward(x).cos()
+
+
+class Endless(Layer):
+    """Its second graph, of any size, is traced for minutes."""
+
+    def forward(self, x):
+        steps = 1 if x.shape[1] == 12 else 200_000
+        while steps > 0:
+            steps -= 1
+        return x + self.linear(x).tanh()
 
 
 class Named(nn.Module):
@@ -370,6 +381,31 @@ def test_a_compilation_that_takes_too_long(monkeypatch):
     for length in (12, 20):
         assert_same(models, data(length))
     assert tunecompile.report(models[0]).compiles == 1 and has(models[0], "given-up", reason="too-slow-to-compile")
+
+
+def test_a_trace_that_takes_too_long(monkeypatch):
+    monkeypatch.setattr(compile_limits, "TRACE", 0.5)
+    models = pair(lambda: Stack(Endless))
+    assert_same(models, data(12))
+    begin = time.perf_counter()
+    assert_same(models, data(20))
+    took = time.perf_counter() - begin
+    assert took < 6, took
+    assert has(models[0], "not-traceable", detail="its trace came to no end in time")
+    begin = time.perf_counter()
+    assert_same(models, data(20))
+    assert time.perf_counter() - begin < took / 4  # it is not traced once more
+
+
+def test_the_bound_of_a_trace_that_ended():
+    """Errors are raised in the middle of whatever a thread does: none may come later."""
+    for _ in range(20):
+        bound = compile_limits.TraceBound(0.05)
+        with contextlib.suppress(compile_limits.TracedTooLong):
+            time.sleep(0.05)
+            bound.end()
+        bound.end()
+    time.sleep(0.05)
 
 
 def test_progress_is_logged(caplog):

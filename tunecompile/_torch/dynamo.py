@@ -33,8 +33,10 @@ __all__ = [
     "recompile_reason",
     "remainders_as_constants",
     "reset",
+    "running",
     "specialize_floats",
     "static_shapes",
+    "tell_of_traces",
 ]
 
 
@@ -68,6 +70,8 @@ _CUTS_FOR_DDP = exists("torch._dynamo.config.optimize_ddp")
 _COLLECTS = exists("torch._dynamo.config.run_gc_after_compile")
 _TAKES_INTEGERS = exists("torch._dynamo.config.allow_unspec_int_on_nn_module")
 _TAGS_CRASH = known_bugs.GUARD_TAGS.present and exists("torch._dynamo.config.use_recursive_dict_tags_for_guards")
+_CALLBACKS = "torch._dynamo.callback.callback_handler"
+_at_start, _at_end = lookup(f"{_CALLBACKS}.start_callbacks"), lookup(f"{_CALLBACKS}.end_callbacks")
 _maybe_mark_dynamic = lookup("torch._dynamo.maybe_mark_dynamic", lambda tensor, dims: None)
 
 
@@ -205,6 +209,21 @@ def call_whole(compiled: Callable, *args: Any, **kwargs: Any) -> Any:
         return call_compiled(compiled, *args, **kwargs)
     with _configured(optimize_ddp=False):
         return call_compiled(compiled, *args, **kwargs)
+
+
+def tell_of_traces(begun: Callable[[Any], None], ended: Callable[[Any], None]) -> None:
+    """Call these in each thread in which Dynamo compiles, before its trace and after all. `reset` forgets them."""
+    if _at_start is not None and _at_end is not None and begun not in _at_start:
+        _at_start.append(begun)
+        _at_end.append(ended)
+
+
+def running(method: Callable) -> Any:
+    """The object whose method this thread runs, innermost; None where it runs in none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not method.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
 
 
 def integers_may_change() -> contextlib.AbstractContextManager:

@@ -253,6 +253,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *group("every batch size and length is compiled anew", "torch._dynamo.maybe_mark_dynamic"),
     *group(
+        "a trace has no bound in seconds",
+        "torch._dynamo.callback.callback_handler.start_callbacks",
+        "torch._dynamo.callback.callback_handler.end_callbacks",
+    ),
+    *group(
         "sizes are marked as dynamic in every step, which costs host time",
         "torch._dynamo.decorators.maybe_mark_dynamic._dynamo_weak_dynamic_indices",
     ),

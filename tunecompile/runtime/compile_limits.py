@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -12,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from threading import Event, Lock, Thread, get_ident
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ NODES = 5000  #: of a graph; the layer of a mixture of experts has a few hundred
 SECONDS = 600.0  #: that one compilation may take, before further ones of its region are not begun
 LEAVES = 5.0  #: seconds of compilation whose leftovers are worth a collection
 SLOW = 60.0  #: seconds from which on a compilation is worth a warning
+TRACE = 60.0  #: seconds that Dynamo may take to trace one graph
+AGAIN = 10.0  #: seconds until a trace that went on is ended once more
 
 #: a guard on the length of a local list: its reader is a loop that Dynamo unrolls. (Arguments of a call are no such
 #: list, and neither are modules.)
@@ -95,6 +99,42 @@ class Course:
     cached: bool = False  #: whether no code was generated
 
 
+class TracedTooLong(dynamo.TorchRuntimeError):
+    """Dynamo traced one graph for longer than it may. Sympy takes minutes over some comparisons of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__("its trace came to no end in time")
+
+
+class TraceBound:
+    """Raises `TracedTooLong` in the thread that it was made in, after so many seconds, unless that ends it before.
+
+    No other thread or process could go on with the trace, whose end may be minutes away in one call of Python code.
+    """
+
+    def __init__(self, seconds: float):
+        self.thread, self.lock, self.ended = ctypes.c_ulong(get_ident()), Lock(), Event()
+        Thread(target=self._watch, args=(seconds,), daemon=True).start()
+
+    def _watch(self, seconds: float) -> None:
+        while not self.ended.wait(seconds):  # some code goes on behind any error
+            with self.lock:
+                if not self.ended.is_set():
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(self.thread, ctypes.py_object(TracedTooLong))
+            seconds = AGAIN
+
+    def end(self) -> None:
+        """The trace has ended: an error that was not raised yet is not raised any more."""
+        while True:
+            try:
+                with self.lock:
+                    self.ended.set()
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(self.thread, None)
+                return
+            except TracedTooLong:
+                pass
+
+
 @dataclass
 class CompileEffort:
     """The compilations of one region: what they took, and whether a further one is allowed."""
@@ -152,6 +192,10 @@ class CompileEffort:
         if self.longest <= self.limit:
             return None
         return note("too-slow-to-compile", seconds=round(self.longest), limit=round(self.limit))
+
+    def trace_bound(self) -> TraceBound:
+        """Of a trace that begins now. Who allows more seconds to compilations allows more to their traces, too."""
+        return TraceBound(max(TRACE, self.limit * TRACE / SECONDS))
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[Course]:

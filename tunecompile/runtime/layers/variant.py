@@ -23,7 +23,9 @@ from tunecompile._torch.dynamo import (
     is_full,
     recompile_reason,
     remainders_as_constants,
+    running,
     specialize_floats,
+    tell_of_traces,
 )
 from tunecompile._torch.modules import call_original, slot_of
 from tunecompile._torch.stored_tensors import stores_tensors
@@ -39,7 +41,7 @@ from tunecompile.compiler.token_wise.graph import (
 from tunecompile.errors import summary
 from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUMENTS
 from tunecompile.notes import Note, note
-from tunecompile.runtime.compile_limits import CompileEffort, History, uncollected
+from tunecompile.runtime.compile_limits import CompileEffort, History, TraceBound, uncollected
 from tunecompile.runtime.layers.replaced_weights import given_views_of_replaced
 from tunecompile.runtime.layers.unused_results import without_gradients_of_unused
 from tunecompile.runtime.step.rows_refused import RowsRefused, refusing
@@ -138,6 +140,8 @@ class Variant:
         self.contexts: list[Context] = []
         self.refused = ""  #: why it cannot be traced
         self.full = ""  #: code of the layer's that Dynamo makes no more graphs of, where it made none
+        self.bound: TraceBound | None = None  #: of the trace under way
+        tell_of_traces(_begin_trace, _end_trace)
         function = own_code(layer_call, name)
         self._traced = forget_with(self, function.__code__)
         options = None if guards is None else {"guard_filter_fn": guards}
@@ -164,6 +168,8 @@ class Variant:
                 return output
             except TorchRuntimeError as error:
                 refused = str(error).partition(": got ")[2].partition("\n")[0][:200] or summary(error)
+            finally:
+                self.end_trace()
         if self.flat or is_filled_up(kwargs):
             raise RowsRefused(note("runs-eagerly"))
         meet(None)
@@ -187,7 +193,14 @@ class Variant:
     def _met(self, graph: TracedGraph | None) -> None:
         self.ran |= graph is not None
 
+    def end_trace(self) -> None:
+        """Dynamo has traced the call, or ended early: what comes now may take its time."""
+        if self.bound is not None:
+            self.bound.end()
+            self.bound = None
+
     def compile(self, gm: GraphModule, inputs: list) -> Callable:
+        self.end_trace()
         self._traced()
         if self.flat and stores_tensors(self.own):  # rows, where the model would look for batches
             return refusing(note("output-holds-more"))
@@ -227,6 +240,17 @@ class Variant:
             self.integers_change |= history.integers > 0
         self.contexts += self.backend.contexts[before:]
         return _told(gm, with_copies(compiled, inputs), mixes, alone=not self.breaks)
+
+
+def _begin_trace(_: Any) -> None:
+    """The stack says of which variant: a step pays nothing for it."""
+    if (traced := running(Variant._run)) is not None:
+        traced.bound = traced.effort.trace_bound()
+
+
+def _end_trace(_: Any) -> None:
+    if (traced := running(Variant._run)) is not None:
+        traced.end_trace()
 
 
 def _told(gm: GraphModule, compiled: Callable, mixes: Note | None = None, alone: bool = True) -> Callable:
