@@ -13,9 +13,9 @@ assignment that fits is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,9 @@ def _ceilings(stacks: Sequence[LayerRun], ahead: int) -> list[int]:
 def _descend(stacks: Sequence[LayerRun], room: int, tail: int, host: int | None, ahead: int) -> Assignment:
     """Move layer after layer from its fastest option to options that hold fewer bytes, until the step fits."""
     at = [[min(stack.options, key=lambda o: (o.ms, o.held))] * stack.layers for stack in stacks]
-    ways: list[dict[PlanOption, list[PlanOption]]] = [{} for _ in stacks]
+    ways: list[dict[int, list[PlanOption]]] = [{} for _ in stacks]
+    moves: list[Move | None] = [None] * len(stacks)
+    moved: Iterable[int] = range(len(stacks))
 
     def options() -> tuple[tuple[PlanOption, ...], ...]:
         return tuple(map(tuple, at))
@@ -310,34 +312,41 @@ def _descend(stacks: Sequence[LayerRun], room: int, tail: int, host: int | None,
     best = Assignment(options(), needed := peak(at, tail, ahead), needed <= room, ahead)
     while not best.fits:
         left = None if host is None else host - _waiting(at)
-        if not (moves := list(_moves(stacks, at, ways, left))):
+        too_large = (s for s, move in enumerate(moves) if move is not None and left is not None and move[3] > left)
+        for s in {*moved, *too_large}:
+            moves[s] = min(_moves(stacks[s], at[s], ways[s], left), key=lambda move: move[:2], default=None)
+        known = [(move[0], s) for s, move in enumerate(moves) if move is not None]
+        if not known:
             break
-        _, stack, layer, then = min(moves, key=lambda move: move[:3])
-        at[stack][layer] = then
+        s = min(known)[1]
+        moved = (s,)
+        _, layer, then, _ = cast(Move, moves[s])
+        at[s][layer] = then
         needed = peak(at, tail, ahead)
         if needed < best.peak:  # a move may need more than it frees: recomputing a layer needs memory, too
             best = Assignment(options(), needed, needed <= room, ahead)
     return best
 
 
-def _moves(
-    stacks: Sequence[LayerRun],
-    at: Sequence[Sequence[PlanOption]],
-    ways: Sequence[dict[PlanOption, list[PlanOption]]],
-    left: int | None,
-) -> Iterator[tuple[float, int, int, PlanOption]]:
-    """(milliseconds a byte, run, layer, option) of each move for which `left` bytes on the host suffice.
+#: milliseconds a byte, layer of a run, its option then, and bytes more that go to the host
+Move = tuple[float, int, PlanOption, int]
 
-    Of layers with the same option the first moves. left: None for no limit.
+
+def _moves(
+    stack: LayerRun, taken: Sequence[PlanOption], ways: dict[int, list[PlanOption]], left: int | None
+) -> Iterator[Move]:
+    """The moves of a run's layers for which `left` bytes on the host suffice.
+
+    Of layers with the same option the first moves. left: None for no limit. ways: by option, filled here.
     """
-    for s, taken in enumerate(at):
-        for now in dict.fromkeys(taken):
-            if now not in ways[s]:
-                ways[s][now] = smaller_options(stacks[s].options, now)
-            if (
-                then := next((o for o in ways[s][now] if left is None or o.offloaded - now.offloaded <= left), None)
-            ) is not None:
-                yield _ms_per_byte(now, then), s, taken.index(now), then
+    for now in {id(option): option for option in taken}.values():  # options have long hashes
+        if id(now) not in ways:
+            ways[id(now)] = smaller_options(stack.options, now)
+        for then in ways[id(now)]:
+            more = then.offloaded - now.offloaded
+            if left is None or more <= left:
+                yield _ms_per_byte(now, then), taken.index(now), then, more
+                break
 
 
 def describe_plan(plan: dict[str, Any]) -> str:
