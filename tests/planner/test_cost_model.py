@@ -20,6 +20,7 @@ from tunecompile.planner.cost_model import (
     SUSTAINED,
     Work,
     beside_layers,
+    document_attention,
     flops,
     graph_work,
     node_cost,
@@ -204,6 +205,9 @@ def test_our_ops_of_documents_count_alike(name, window, keys):
     forward = graph.call_function(ours[name], asked)
     backward = graph.call_function(ours[f"{name}_backward"], (out, *asked, out, q))
     assert (flops(forward), flops(backward)) == (4 * 64 * 4 * 16 * keys, 10 * 64 * 4 * 16 * keys)
+    assert document_attention(graph) == (10, window)
+    graph.call_function(ours[name], (q, k, v, offsets, 10, 0.25, 3, None, True, 0.0))
+    assert document_attention(graph) == (0, 0), "layers with both have no window of their own"
 
 
 LAUNCH = torch.ops.higher_order.triton_kernel_wrapper_functional

@@ -346,3 +346,21 @@ def test_one_plan_for_all_layers_may_take_the_whole_room():
     assert [option.plan for option in fastest.options[0]] == [RECOMPUTE, KEEP] and fastest.peak == 110
     made, short = leave_room_for_graphs(fastest, runs, 120, 0, 50.0, spare=20)
     assert [option.plan for option in made.options[0]] == [RECOMPUTE, RECOMPUTE] and made.peak == 120 and not short
+
+
+def test_layers_with_windows_recompute_their_attention_first():
+    """Of one region: attention of a window takes a hundredth of the time of attention to all."""
+    attends = tuple(
+        replace(row, forward_work=Work(100, attention=10), backward_work=replace(row.backward_work, attention=10 * i))
+        for i, row in enumerate(ROWS)
+    )
+    candidates = {1: RegionCandidates(attends, 8, whole=True, attention=0.9, longest=1000, window=10)}
+    runs = tuple(RegionRun(1, layers, window) for layers, window in ((2, 10), (1, 0), (2, 10), (1, 0)))
+    asked = request(0, runs=runs, candidates=candidates, checkpointed=False, available=1000 + 200)
+    asked = replace(asked, rates=Rates(1.0, 1.0, attention=1.0))
+    assert [each.rows[1].backward_work.attention for each in asked.layers()] == [10, 10, 1000, 10, 10, 1000]
+    assert [each.attention for each in asked.layers()] == [0.9, 0.9, None] * 2
+    plans = [option.plan for option in options(solve(asked))]
+    assert plans[2] == plans[5] == KEEP and KEEP not in plans[:2] + plans[3:5]
+    short = replace(asked, candidates={1: replace(candidates[1], longest=10)})
+    assert [run.layers for run in short.layer_runs()] == [6] and len(asked.layer_runs()) == 4

@@ -24,6 +24,7 @@ from tunecompile.errors import summary
 from tunecompile.ir.canonicalize import canonicalize
 from tunecompile.notes import Note, note
 from tunecompile.planner import candidates
+from tunecompile.planner.cost_model import document_attention
 from tunecompile.planner.solver import Plan
 from tunecompile.planner.step_plan import RegionCandidates
 
@@ -84,11 +85,11 @@ def survey(
     try:
         weights = matrix_bytes(joint.graph) if keeps_weights else 0
         names = tuple(map(candidates.describe, candidates.expensive_nodes(joint.graph)))
+        longest, window = document_attention(joint.graph)
+        first = RegionCandidates((), tokens, names, weights, False, joint.attention, joint.passed, longest, window)
         for plans in stages:
             rows += candidates.survey(joint.cut, plans)
-            found = RegionCandidates(
-                tuple(rows), tokens, names, weights, attention=joint.attention, passed=joint.passed
-            )
+            found = replace(first, rows=tuple(rows))
             if enough(found):
                 return SurveyResult(found)
         return SurveyResult(found and replace(found, whole=True))

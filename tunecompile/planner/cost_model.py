@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,10 @@ class Work:
             self.kernels + other.kernels,
             self.grouped + other.grouped,
         )
+
+    def attending(self, share: float) -> Work:
+        """The same where queries see another number of keys. share: of those that they see here."""
+        return replace(self, attention=int(share * self.attention))
 
     @property
     def flops(self) -> int:
@@ -215,6 +219,19 @@ def _attention_flops(node: Node, args: Sequence[Any], kwargs: dict[str, Any]) ->
     window = kwargs.get("window_size_left")
     seen = window + 1 if isinstance(window, int) and window >= 0 else None
     return _operations(backward, q, keys, seen)
+
+
+def document_attention(graph: Graph) -> tuple[int, int]:
+    """Tokens of the longest document of a graph's attention, and of its window, 0 for none; (0, 0) where it has no such
+    attention, or several kinds.
+    """
+    found = set()
+    for node in graph.nodes:
+        op = OPS.get(node.target)
+        if op is not None and {"q", "k", "longest", "window"} <= {*op.parameters}:
+            given = torch.fx.map_arg(dict(zip(op.parameters, node.args)) | dict(node.kwargs), lambda n: n.meta["val"])
+            found.add((size_hint(given["longest"]), given["window"] or 0))
+    return found.pop() if len(found) == 1 else (0, 0)
 
 
 def _grouped_flops(left: Any, right: Any) -> int:

@@ -35,6 +35,27 @@ class RegionCandidates:
     whole: bool = False  #: whether every plan was surveyed
     attention: float | None = None  #: its floating point operations a millisecond, where it was timed
     passed: int = 0  #: bytes of what a layer gives the next one
+    longest: int = 0  #: tokens of the longest document, where its attention is one to documents
+    window: int = 0  #: tokens that it sees; 0 for all
+
+    def seen(self, window: int) -> int:
+        """Tokens that attention sees with such a window, 0 for none; 0 where it is not one to documents."""
+        return min(self.longest, window or self.longest)
+
+    def seeing(self, window: int) -> RegionCandidates:
+        """Those of layers with the same code whose attention has another window, in tokens; 0 for none."""
+        seen, here = self.seen(window), self.seen(self.window)
+        if seen == here:
+            return self
+        rows = (
+            replace(
+                row,
+                forward_work=row.forward_work.attending(seen / here),
+                backward_work=row.backward_work.attending(seen / here),
+            )
+            for row in self.rows
+        )
+        return replace(self, rows=tuple(rows), window=window, attention=None)  # timed at other sizes
 
     def rates(self, machine: Rates) -> Rates:
         """The machine's, with this region's attention."""
@@ -47,6 +68,7 @@ class RegionRun:
 
     region: int  #: its key among the candidates
     layers: int
+    window: int = 0  #: tokens that their attention sees, by their attributes; 0 for all
     gradients: int = 0  #: bytes that the backward of each of these layers brings and leaves
     only: Plan | None = None  #: the plan that they follow, whether it fits or not
 
@@ -83,18 +105,29 @@ class StepRequest:
 
         A region without any is taken to be like the first that has some.
         """
+        return [each for run, each in self._runs() for _ in range(run.layers)]
+
+    def _runs(self) -> list[tuple[RegionRun, RegionCandidates]]:
+        """Runs and their candidates. Layers with windows that hold the longest document make one run with those beside
+        them that see all.
+        """
         known = next(iter(self.candidates.values()))
-        return [self.candidates.get(run.region, known) for run in self.runs for _ in range(run.layers)]
+        found: list[tuple[RegionRun, RegionCandidates]] = []
+        for run in self.runs:
+            each = self.candidates.get(run.region, known)
+            run = replace(run, window=each.seen(run.window))
+            if found and replace(found[-1][0], layers=run.layers) == run:
+                run = replace(run, layers=found.pop()[0].layers + run.layers)
+            found.append((run, each.seeing(run.window)))
+        return found
 
     def layer_runs(self) -> list[LayerRun]:
         """The options of each run of layers. A region that was seen and shows no backward holds nothing."""
-        known = next(iter(self.candidates.values()))
         found = []
-        for run in self.runs:
+        for run, each in self._runs():
             if run.region not in self.candidates and self.all_seen:
                 found.append(LayerRun(run.layers, (PlanOption(KEEP, 0, 0, 0, 0.0),)))
                 continue
-            each = self.candidates.get(run.region, known)
             choices = options(
                 each.rows, self.tokens / each.tokens, each.rates(self.rates), self.offload and len(each.rows) > 1
             )

@@ -71,7 +71,7 @@ def slot(region, *parameters, place=0):
     layer = nn.Module()
     for number, parameter in enumerate(parameters):
         layer.register_parameter(f"p{number}", parameter)
-    return types.SimpleNamespace(region=region, layer=layer, place=place, checkpoint=False)
+    return types.SimpleNamespace(region=region, layer=layer, place=place, checkpoint=False, window=0)
 
 
 def trained(count, device=CPU, graded=False):

@@ -59,7 +59,7 @@ def planner(room, regions=1, surveyed=True, **options):
     kinds = [Region() for _ in range(regions)]
     slots = [
         types.SimpleNamespace(
-            region=kinds[place * regions // LAYERS], layer=nn.Linear(1, 1), place=place, checkpoint=False
+            region=kinds[place * regions // LAYERS], layer=nn.Linear(1, 1), place=place, checkpoint=False, window=0
         )
         for place in range(LAYERS)
     ]

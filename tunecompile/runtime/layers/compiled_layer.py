@@ -36,6 +36,7 @@ from tunecompile.runtime.layers.variant import Variant, unchanged
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.given_containers import holds_containers
 from tunecompile.runtime.step.state import Step
+from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import LONGEST_IMAGE, OFFSETS, WINDOW, FlatBatch
 from tunecompile.runtime.unpad.handed_on import mappings_in
 from tunecompile.runtime.unpad.unpad import Unpadding
@@ -55,6 +56,7 @@ class CompiledLayer(PlacedLayer):
         self.step = step
         self.place, self.stack = 0, 0  #: among all layers, and the number of its list of layers
         self.first = False  #: in its list of layers
+        self.window = max(0, windows_of(layer)[0])  #: tokens that attention sees, by its attributes; 0 for all
         self.checkpoint = False  #: whether the user enabled gradient checkpointing
         self.paddings: tuple[Unpadding, Unpadding] | None = None  #: of training steps, and of evaluations
         self.variant: Variant | None = None

@@ -43,6 +43,7 @@ class PlannedLayer(Protocol):
     layer: nn.Module
     checkpoint: bool  #: whether the user enabled gradient checkpointing
     place: int  #: among all layers of the model
+    window: int  #: tokens that its attention sees, by its attributes; 0 for all
 
     @property
     def region(self) -> PlannedRegion:
@@ -254,6 +255,6 @@ L = TypeVar("L", bound=PlannedLayer)
 
 
 def region_runs(layers: Sequence[L], gradients: Callable[[list[L]], int]) -> tuple[RegionRun, ...]:
-    """Layers of one region after another's are a run. gradients: bytes that each of a run's layers' backward brings."""
-    grouped = (list(run) for _, run in groupby(layers, key=lambda slot: id(slot.region)))
-    return tuple(RegionRun(id(run[0].region), len(run), gradients(run)) for run in grouped)
+    """Layers of one region and one window make a run. gradients: bytes that each of a run's layers' backward brings."""
+    grouped = ((key, list(run)) for key, run in groupby(layers, key=lambda slot: (id(slot.region), slot.window)))
+    return tuple(RegionRun(region, len(run), window, gradients(run)) for (region, window), run in grouped)
