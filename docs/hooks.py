@@ -29,8 +29,8 @@ VARIABLES = {  #: what the code does not say in one place
     "TUNECOMPILE_CACHE": "The folder in which `tunecompile demo` keeps the model that it downloads. "
     "`~/.cache/tunecompile` if not set.",
     "TUNECOMPILE_NODES": "Operations of a graph from which on it is not compiled: 5000 if not set.",
-    "TUNECOMPILE_SECONDS": "Seconds of one compilation from which on no further graph of its layers is compiled: "
-    "600 if not set.",
+    "TUNECOMPILE_SECONDS": "Seconds after which a compilation ends: its graph runs operation by operation, and so do "
+    "further ones of its layers. 600 if not set.",
     "TUNECOMPILE_AS": "A card such as `rtx4090` or `t4`: the GPU that is there behaves as that smaller one, in what is "
     "chosen and in how much memory there is. For tests; see [hardware](hardware.md#as-a-smaller-card).",
     "TUNECOMPILE_RUN": "Set by `tunecompile run` for the processes that it starts. Not for users.",

@@ -391,17 +391,28 @@ def test_a_trace_that_takes_too_long(monkeypatch):
     assert_same(models, data(20))
     took = time.perf_counter() - begin
     assert took < 6, took
-    assert has(models[0], "not-traceable", detail="its trace came to no end in time")
+    assert has(models[0], "not-traceable", detail="it came to no end in time")
     begin = time.perf_counter()
     assert_same(models, data(20))
     assert time.perf_counter() - begin < took / 4  # it is not traced once more
 
 
+def test_a_compilation_without_an_end(monkeypatch):
+    monkeypatch.setattr(compile_limits, "TRACE", 0.5)
+    monkeypatch.setattr(compile_limits, "AGAIN", 0.2)
+    monkeypatch.setenv("TUNECOMPILE_SECONDS", "0.0001")
+    for way in ("_attempt", "_compile_plain"):
+        monkeypatch.setattr(Backend, way, lambda *_: [time.sleep(0.01) for _ in range(10_000)])
+    models = pair(lambda: Stack(Layer))
+    assert_same(models, data())
+    assert has(models[0], "not-compiled", detail="it came to no end in time")
+
+
 def test_the_bound_of_a_trace_that_ended():
     """Errors are raised in the middle of whatever a thread does: none may come later."""
     for _ in range(20):
-        bound = compile_limits.TraceBound(0.05)
-        with contextlib.suppress(compile_limits.TracedTooLong):
+        bound = compile_limits.Bound(0.05)
+        with contextlib.suppress(compile_limits.TooLong):
             time.sleep(0.05)
             bound.end()
         bound.end()

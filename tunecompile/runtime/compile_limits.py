@@ -30,11 +30,11 @@ PIECES = 5  #: functions that a layer with graph breaks is cut into; a loop over
 TEXTS = 2  #: that may differ from layer to layer: two graphs for each, one of which takes any size
 NUMBERS = 4  #: compilations for numbers that differ from layer to layer, behind which floats are symbols
 NODES = 5000  #: of a graph; the layer of a mixture of experts has a few hundred
-SECONDS = 600.0  #: that one compilation may take, before further ones of its region are not begun
+SECONDS = 600.0  #: that one compilation may take: it ends, and further ones of its region are not begun
 LEAVES = 5.0  #: seconds of compilation whose leftovers are worth a collection
 SLOW = 60.0  #: seconds from which on a compilation is worth a warning
 TRACE = 60.0  #: seconds that Dynamo may take to trace one graph
-AGAIN = 10.0  #: seconds until a trace that went on is ended once more
+AGAIN = 10.0  #: seconds until what went on is ended once more
 
 #: a guard on the length of a local list: its reader is a loop that Dynamo unrolls. (Arguments of a call are no such
 #: list, and neither are modules.)
@@ -99,17 +99,17 @@ class Course:
     cached: bool = False  #: whether no code was generated
 
 
-class TracedTooLong(dynamo.TorchRuntimeError):
-    """Dynamo traced one graph for longer than it may. Sympy takes minutes over some comparisons of sizes."""
+class TooLong(dynamo.TorchRuntimeError):
+    """A graph was traced or compiled for longer than it may. Sympy takes minutes over some comparisons of sizes."""
 
     def __init__(self) -> None:
-        super().__init__("its trace came to no end in time")
+        super().__init__("it came to no end in time")
 
 
-class TraceBound:
-    """Raises `TracedTooLong` in the thread that it was made in, after so many seconds, unless that ends it before.
+class Bound:
+    """Raises `TooLong` in the thread that it was made in, after so many seconds, unless that ends it before.
 
-    No other thread or process could go on with the trace, whose end may be minutes away in one call of Python code.
+    No other thread or process could go on with the work, whose end may be minutes away in one call of Python code.
     """
 
     def __init__(self, seconds: float):
@@ -120,18 +120,18 @@ class TraceBound:
         while not self.ended.wait(seconds):  # some code goes on behind any error
             with self.lock:
                 if not self.ended.is_set():
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(self.thread, ctypes.py_object(TracedTooLong))
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(self.thread, ctypes.py_object(TooLong))
             seconds = AGAIN
 
     def end(self) -> None:
-        """The trace has ended: an error that was not raised yet is not raised any more."""
+        """The work has ended: an error that was not raised yet is not raised any more."""
         while True:
             try:
                 with self.lock:
                     self.ended.set()
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(self.thread, None)
                 return
-            except TracedTooLong:
+            except TooLong:
                 pass
 
 
@@ -193,9 +193,18 @@ class CompileEffort:
             return None
         return note("too-slow-to-compile", seconds=round(self.longest), limit=round(self.limit))
 
-    def trace_bound(self) -> TraceBound:
+    def trace_bound(self) -> Bound:
         """Of a trace that begins now. Who allows more seconds to compilations allows more to their traces, too."""
-        return TraceBound(max(TRACE, self.limit * TRACE / SECONDS))
+        return Bound(max(TRACE, self.limit * TRACE / SECONDS))
+
+    @contextlib.contextmanager
+    def bounded(self) -> Iterator[None]:
+        """Around one compilation, which ends in `TooLong` behind its limit: its graph runs operation by operation."""
+        bound = Bound(max(TRACE, self.limit))
+        try:
+            yield
+        finally:
+            bound.end()
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[Course]:

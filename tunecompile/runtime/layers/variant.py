@@ -41,7 +41,7 @@ from tunecompile.compiler.token_wise.graph import (
 from tunecompile.errors import summary
 from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUMENTS
 from tunecompile.notes import Note, note
-from tunecompile.runtime.compile_limits import CompileEffort, History, TraceBound, uncollected
+from tunecompile.runtime.compile_limits import Bound, CompileEffort, History, uncollected
 from tunecompile.runtime.layers.replaced_weights import given_views_of_replaced
 from tunecompile.runtime.layers.unused_results import without_gradients_of_unused
 from tunecompile.runtime.step.rows_refused import RowsRefused, refusing
@@ -140,7 +140,7 @@ class Variant:
         self.contexts: list[Context] = []
         self.refused = ""  #: why it cannot be traced
         self.full = ""  #: code of the layer's that Dynamo makes no more graphs of, where it made none
-        self.bound: TraceBound | None = None  #: of the trace under way
+        self.bound: Bound | None = None  #: of the trace under way
         tell_of_traces(_begin_trace, _end_trace)
         function = own_code(layer_call, name)
         self._traced = forget_with(self, function.__code__)
@@ -229,7 +229,7 @@ class Variant:
         gm.meta[WEIGHTS_UNREAD] = self.unread and not self.breaks  # which the next piece may read
         with _saving_here():
             before = len(self.backend.contexts)
-            with self.effort.timed() as course:
+            with self.effort.timed() as course, self.effort.bounded():
                 compiled = self.backend(gm, inputs, history.goes_on)
                 made = self.backend.contexts[before:]
                 course.cached = bool(made) and not any("lower" in context.ran for context in made)
