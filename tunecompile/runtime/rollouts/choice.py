@@ -24,6 +24,7 @@ class Choice:
 
     def __init__(self, processors: Sequence[Any], sample: bool):
         self.processors, self.sample = processors, sample
+        self.among: tuple[int, Tensor] | None = None  #: of how many rows these are which: all draw, so that each stays
         self.invalid: Tensor | None = None  #: bool [], whether a row had no distribution to draw from
         self.recorded = all(recordable(each) or shortest(each) is not None for each in processors)
 
@@ -57,7 +58,12 @@ class Choice:
         """
         if not self.sample:
             return scores.argmax(-1)
-        drawn = (scores - torch.empty_like(scores).exponential_().log_()).argmax(-1)
+        if self.among is None:
+            times = torch.empty_like(scores).exponential_()
+        else:
+            count, rows = self.among
+            times = scores.new_empty(count, scores.shape[1]).exponential_()[rows]
+        drawn = (scores - times.log_()).argmax(-1)
         if self.invalid is None:
             self.invalid = torch.zeros((), dtype=torch.bool, device=scores.device)
         # Of a row with a NaN or an infinity that is drawn, and of one that excludes all tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,21 @@ class Rows:
         self.at.add_(1)
         if self.ends is not None:
             self.end(torch.isin(chosen, self.ends))
+
+    def part(self, numbers: Tensor, count: int) -> Rows:
+        """Some of these rows. Those behind `count` have ended. numbers: int64 [rows]."""
+        made = copy.copy(self)
+        made.tokens, made.lengths = self.tokens[numbers], self.lengths[numbers]
+        made.ended = torch.arange(len(numbers), device=numbers.device) >= count
+        return made
+
+    def put(self, part: Rows, numbers: Tensor) -> None:
+        """Put the first rows of a part in the places of these numbers, and padding behind the ends of all others."""
+        count = len(numbers)
+        behind = torch.arange(self.longest, device=numbers.device) >= self.lengths[:, None]
+        self.tokens = torch.where(behind, self.pad, self.tokens)
+        self.tokens[numbers], self.lengths[numbers] = part.tokens[:count], part.lengths[:count]
+        self.ended[numbers] = part.ended[:count]
 
     def end(self, rows: Tensor | bool) -> None:
         """Rows end with the token that was appended last. rows: bool [rows], or one value for all of them."""

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from tunecompile.runtime.rollouts import prompt
 from tunecompile.runtime.rollouts.choice import Choice
 from tunecompile.runtime.rollouts.decode_layers import DecodeLayers
 from tunecompile.runtime.rollouts.decode_step import DecodeStep, Rows
+from tunecompile.runtime.rollouts.tail import Tail
 
 log = logging.getLogger("tunecompile")
 LOOKED = 16  #: tokens after which the host looks whether all rows have ended: it waits for the device then
@@ -40,6 +42,7 @@ class Loop:
         self.turn = threading.RLock()
         self.left: dict[Note, None] = {}  #: why transformers' own loop ran
         self.refused: Note | None = None  #: why steps are not recorded
+        self.missed: Counter[int] = Counter()  #: of smaller batches, for `Tail`
         self.calls = self.tokens = 0  #: that this loop ran, and the new tokens of a row in all of them
 
     def __call__(self, model: Any, input_ids: Tensor, **given: Any) -> Any:
@@ -128,6 +131,7 @@ class _Run:
         self.ends, self.criteria = generation.split_criteria(stopping_criteria)
         self.longest = stopping_criteria.max_length
         self.kwargs = kwargs
+        self.tail: Tail | None = None  #: if rows may be left out
         self.kept: list[tuple[Tensor, Tensor]] = []  #: logits and scores of each token, if the caller wants them
 
     def why_left(self) -> Note | None:
@@ -148,27 +152,39 @@ class _Run:
     def generate(self) -> Any:
         """All new tokens."""
         count = len(self.prompt)
-        if self.choice.recorded and not self.criteria and generation.by_rows(self.kwargs):  # nobody else sees rows
+        unseen = self.choice.recorded and not self.criteria and generation.by_rows(self.kwargs)  # rows, by anybody else
+        if unseen:
             self.prompt, self.kwargs = prompt.rounded(self.prompt, self.kwargs)
         rows = self.rows = Rows(self.prompt, self.longest, self.ends, self.config._pad_token_tensor, count)
+        if unseen and self.ends is not None and not self.config.return_dict_in_generate:
+            self.tail = Tail(rows, self.loop.missed)
         at = self.prompt.shape[1]
         self._choose(prompt.fill(self.model, self.prompt, self.config, self.kwargs, self.cache), at)
-        # Without `_optimize_model_for_decode`, by which each token copies the matrices of its experts
-        layers = self.loop.decoding(self.cache, self.length)
-        at = self._steps(DecodeStep(self.model, self.kwargs, rows, self.choice, self.length, layers), at + 1)
+        at = self._steps(at + 1)
         self.choice.check()
+        if self.tail is not None:
+            self.tail.gather()
         at = min(at, int(rows.lengths[:count].max()))
         self.loop.calls += 1
         self.loop.tokens += at - self.prompt.shape[1]
         return self._result(rows.tokens[:count, :at].clone())
 
-    def _steps(self, step: DecodeStep, at: int) -> int:
+    def _step(self, rows: Rows) -> DecodeStep:
+        # Without `_optimize_model_for_decode`, by which each token copies the matrices of its experts
+        layers = self.loop.decoding(self.cache, self.length)
+        return DecodeStep(self.model, self.kwargs, rows, self.choice, self.length, layers)
+
+    def _steps(self, at: int) -> int:
         """The steps after the first token. Returns how many tokens rows have, the padding behind their ends included.
 
         The first one runs as it is: kernels are compiled and libraries take their memory, which no recording allows.
         """
-        begin, run = at, step
-        while at < self.longest and not self._over(at):
+        run = step = self._step(self.rows)
+        begin = at
+        while at < self.longest and (left := self._left(at)) != 0:
+            if left is not None and self.tail is not None and (fewer := self.tail.fewer(left, at, LOOKED)) is not None:
+                run = step = self._cut(step, self.tail, fewer)
+                begin = at
             if at == begin + 1:
                 run = self.loop.record(step)
             logits, scores = run()
@@ -179,6 +195,14 @@ class _Run:
                 step.advance()
             at += 1
         return at
+
+    def _cut(self, step: DecodeStep, tail: Tail, fewer: int) -> DecodeStep:
+        """The step of rows that have not ended, whose number is `fewer`."""
+        rows = tail.cut(fewer)
+        generation.repeat_rows(self.cache, rows)
+        self.kwargs = {**step.kwargs, **generation.rows_of(step.kwargs, rows)}
+        self.choice.among = len(tail.all.tokens), tail.numbers
+        return self._step(tail.rows)
 
     def _choose(self, logits: Tensor, at: int) -> None:
         """Choose and append the token in column `at`, by the host."""
@@ -195,12 +219,13 @@ class _Run:
         for criterion in self.criteria:
             self.rows.end(criterion(self.rows.first(at + 1), so_far))
 
-    def _over(self, at: int) -> bool:
-        """Whether all rows have ended, if it is time to look."""
+    def _left(self, at: int) -> int | None:
+        """How many rows have not ended; None if it is no time to look."""
         by_host = self.criteria or not self.choice.recorded  # code of the caller, which may count its calls
         if not by_host and (self.ends is None or (at - self.prompt.shape[1]) % LOOKED):
-            return False
-        return bool(self.rows.ended.all())
+            return None
+        rows = self.rows if self.tail is None else self.tail.rows
+        return int((~rows.ended).sum())
 
     def _result(self, sequences: Tensor) -> Any:
         if not self.config.return_dict_in_generate:

@@ -12,6 +12,11 @@ from tunecompile.integrations import generation
 MOST = 64  #: rows up to which their number is rounded to a power of two; beyond, to a multiple of half as many
 
 
+def rounded_count(count: int) -> int:
+    """The number of rows that so many are computed as."""
+    return 1 << (count - 1).bit_length() if count <= MOST else -(-count // (MOST // 2)) * (MOST // 2)
+
+
 def rounded(prompt: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """Prompts and arguments with further rows, so that few numbers of rows are ever compiled.
 
@@ -22,8 +27,7 @@ def rounded(prompt: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, A
         kwargs: of the model's first call, `generation.by_rows`.
     """
     count = len(prompt)
-    wanted = 1 << (count - 1).bit_length() if count <= MOST else -(-count // (MOST // 2)) * (MOST // 2)
-    rows = torch.arange(wanted, device=prompt.device).clamp(max=count - 1)
+    rows = torch.arange(rounded_count(count), device=prompt.device).clamp(max=count - 1)
     return prompt[rows], {**kwargs, **generation.rows_of(kwargs, rows)}
 
 
