@@ -6,14 +6,13 @@ import os
 from pathlib import Path
 from typing import get_args
 
-import torch
 from torch import nn
 
 from tunecompile import passes as own_passes
 from tunecompile.compiler.backend import Executor
 from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import NotAModule, UnknownPrecision
-from tunecompile.planner.device_memory import HostGauge, Spec, budget_bytes, gauge_of, host_budget_bytes
+from tunecompile.planner.device_memory import HostGauge, Spec, budget_bytes, host_budget_bytes
 from tunecompile.report.report import Report, summarize
 from tunecompile.runtime.attach import attach, restore
 from tunecompile.runtime.model_state import Precision, Settings, is_optimized, state_of
@@ -148,11 +147,4 @@ def free(model: nn.Module) -> int:
     Raises:
         NotOptimized: `model` is not the object that was optimized.
     """
-    state = state_of(model)
-    devices = {device for slot in state.slots if (device := slot.device) is not None and device.type == "cuda"}
-    before = sum(map(torch.cuda.memory_reserved, devices))
-    state.replays.forget()
-    state.kept.release()
-    for device in devices:
-        gauge_of(device).release()
-    return max(0, before - sum(map(torch.cuda.memory_reserved, devices)))
+    return state_of(model).give_back()

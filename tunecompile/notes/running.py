@@ -78,6 +78,10 @@ NOTES = {
         "generate() ran out of memory, with a cache of {rows} rows of {tokens} tokens",
         "Generate for fewer rows at a time, or fewer new tokens: the cache is as long as the longest row may become.",
     ),
+    "generation-made-room": NoteKind(
+        "generate() had no room for {rows} rows of {tokens} tokens beside what training steps hold, and gave that back",
+        "The next steps record their launches anew. Generate for fewer rows at a time, or set a smaller memory=.",
+    ),
     "generation-not-recorded": NoteKind(
         "steps of generate() are not recorded: {detail}",
         "Nothing needs to be done: they run one launch after the other.",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from tunecompile.compiler.backend import Executor
@@ -15,7 +16,7 @@ from tunecompile.compiler.pass_manager import MatchCount, Pass
 from tunecompile.errors import NotOptimized
 from tunecompile.integrations.rank_store import RankStore
 from tunecompile.notes import Note
-from tunecompile.planner.device_memory import Spec
+from tunecompile.planner.device_memory import Spec, gauge_of
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.layers.find_layers import LayerStack
 from tunecompile.runtime.layers.layer_slot import LayerSlot
@@ -178,6 +179,20 @@ class State(NotCopied):
         """A training step begins."""
         for part in self.parts:
             part.before_step(self, call)
+
+    def give_back(self) -> int:
+        """Give back the GPU memory that is held from step to step, as `tunecompile.free` does.
+
+        Returns:
+            Bytes that the process gave back to its GPUs.
+        """
+        devices = {device for slot in self.slots if (device := slot.device) is not None and device.type == "cuda"}
+        before = sum(map(torch.cuda.memory_reserved, devices))
+        self.replays.forget()
+        self.kept.release()
+        for device in devices:
+            gauge_of(device).release()
+        return max(0, before - sum(map(torch.cuda.memory_reserved, devices)))
 
     @property
     def passes(self) -> tuple[Pass, ...]:

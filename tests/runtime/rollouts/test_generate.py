@@ -244,6 +244,23 @@ def test_out_of_memory(monkeypatch, caplog):
     assert "3 rows of 31 tokens" in caplog.text and "fewer rows" in caplog.text
 
 
+def test_room_beside_training(monkeypatch, caplog):
+    """What training steps hold is given back for a cache without room; a criterion of the caller's is called once."""
+    model, ours, _ = pair()
+    own, forgotten, calls = prompt.fill, [], []
+    state = state_of(ours)
+    monkeypatch.setattr(state.replays, "forget", lambda: forgotten.append(True))
+    monkeypatch.setattr(prompt, "fill", lambda *args: own(*args) if forgotten else no_room())
+    assert torch.equal(ours.generate(**prompts(), **greedy()), model.generate(**prompts(), **greedy()))
+    assert forgotten == [True] and "3 rows of 31 tokens" in caplog.text
+    assert "generation-made-room" in {each.code for each in tunecompile.report(ours).notes}
+    monkeypatch.setattr(prompt, "fill", lambda *args: calls.append(True) or no_room())
+    for settings, count in ((greedy(no_repeat_ngram_size=2), 1), (greedy(), 3)):
+        with pytest.raises(torch.OutOfMemoryError):
+            ours.generate(**prompts(), **settings)
+        assert len(calls) == count
+
+
 def test_copies_and_restored_models_have_their_own_generate():
     _, ours, loop = pair()
     copied = copy.deepcopy(ours)

@@ -42,6 +42,7 @@ class Loop:
         self.turn = threading.RLock()
         self.left: dict[Note, None] = {}  #: why transformers' own loop ran
         self.refused: Note | None = None  #: why steps are not recorded
+        self.made_room: Note | None = None  #: that steps' memory was given back for a cache
         self.missed: Counter[int] = Counter()  #: of smaller batches, for `Tail`
         self.calls = self.tokens = 0  #: that this loop ran, and the new tokens of a row in all of them
 
@@ -56,18 +57,37 @@ class Loop:
         Returns:
             int64 [rows, T + new], or the class of outputs that `return_dict_in_generate` requests.
         """
-        config = given["generation_config"]
         run = _Run(self, model, input_ids, **given)
         if (why := run.why_left()) is not None:
             self.left[why] = None
-            return generation.own_method(model, config)(model, input_ids, **given)
+            return generation.own_method(model, given["generation_config"])(model, input_ids, **given)
+        count, tokens = len(input_ids), run.longest
         with self.turn, _without_cached_casts():
             try:
                 return run.generate()
             except torch.OutOfMemoryError:
-                told = note("generation-memory", rows=len(input_ids), tokens=run.longest)
-                log.warning("tunecompile: %s. %s", told, KINDS[told.code].mend)
+                if not run.unseen:
+                    self._tell(note("generation-memory", rows=count, tokens=tokens))
+                    raise
+            self.made_room = note("generation-made-room", rows=count, tokens=tokens)
+            self._tell(self.made_room)
+            del run  # and its cache
+            self._state().give_back()
+            run = _Run(self, model, input_ids, **given)
+            run.why_left()
+            try:
+                return run.generate()
+            except torch.OutOfMemoryError:
+                self._tell(note("generation-memory", rows=count, tokens=tokens))
                 raise
+
+    def _tell(self, told: Note) -> None:
+        log.warning("tunecompile: %s. %s", told, KINDS[told.code].mend)
+
+    def _state(self) -> State:
+        state = self.state()
+        assert state is not None  # its model generates
+        return state
 
     def record(self, step: DecodeStep) -> Callable[[], tuple[Tensor, Tensor]]:
         """A function that runs the step again: its recording, or the step itself where it cannot be recorded."""
@@ -90,8 +110,7 @@ class Loop:
 
     def decoding(self, cache: Any, length: int) -> Callable[[], contextlib.AbstractContextManager]:
         """Makes contexts in which layers run as those of a step. (Adapters may have come since the last one.)"""
-        state = self.state()
-        assert state is not None  # its model generates
+        state = self._state()
         state.follow(state.slots)
         layers, step = DecodeLayers(cache, length), state.step
 
@@ -108,7 +127,7 @@ class Loop:
     def notes(self) -> list[Note]:
         """For the report."""
         told = [note("generation-runs", count=self.calls, tokens=self.tokens)] if self.calls else []
-        told += [self.refused] if self.refused is not None else []
+        told += [each for each in (self.refused, self.made_room) if each is not None]
         return told + [note("generation-left", detail=why) for why in self.left]
 
 
@@ -130,6 +149,7 @@ class _Run:
         self.choice = Choice(logits_processor, generation_config.do_sample)
         self.ends, self.criteria = generation.split_criteria(stopping_criteria)
         self.longest = stopping_criteria.max_length
+        self.unseen = self.choice.recorded and not self.criteria  #: whether nobody else's code sees rows
         self.kwargs = kwargs
         self.tail: Tail | None = None  #: if rows may be left out
         self.kept: list[tuple[Tensor, Tensor]] = []  #: logits and scores of each token, if the caller wants them
@@ -152,11 +172,11 @@ class _Run:
     def generate(self) -> Any:
         """All new tokens."""
         count = len(self.prompt)
-        unseen = self.choice.recorded and not self.criteria and generation.by_rows(self.kwargs)  # rows, by anybody else
-        if unseen:
+        alone = self.unseen and generation.by_rows(self.kwargs)
+        if alone:
             self.prompt, self.kwargs = prompt.rounded(self.prompt, self.kwargs)
         rows = self.rows = Rows(self.prompt, self.longest, self.ends, self.config._pad_token_tensor, count)
-        if unseen and self.ends is not None and not self.config.return_dict_in_generate:
+        if alone and self.ends is not None and not self.config.return_dict_in_generate:
             self.tail = Tail(rows, self.loop.missed)
         at = self.prompt.shape[1]
         self._choose(prompt.fill(self.model, self.prompt, self.config, self.kwargs, self.cache), at)
