@@ -84,10 +84,10 @@ FAULTS = [
     Fault(
         "SwiGLU",
         "swapped operands",
-        'wide = gate.to(compute_dtype(gate.dtype))\n    if activation == "silu":',
-        'wide, up = up.to(compute_dtype(gate.dtype)), gate\n    if activation == "silu":',
+        "wide = activated(gate.to(compute_dtype(gate.dtype)), activation)",
+        "wide, up = activated(up.to(compute_dtype(gate.dtype)), activation), gate",
     ),
-    Fault("SwiGLU", "another activation", "value = F.silu(wide)", "value = F.gelu(wide)"),
+    Fault("SwiGLU", "another activation", "return F.silu(x)", "return F.gelu(x)"),
     Fault("weighted gate", "gradient without the weight", "reference(wide * weights, gate", "reference(wide, gate"),
     Fault("weighted gate", "weight in its own gradient", "(wide * product).sum", "(wide * weights * product).sum"),
     Fault("clamped gate", "gradient beyond the limit", "torch.where(gate_inside, d_gate, 0)", "d_gate"),
