@@ -67,6 +67,7 @@ PIPELINE = [
     recognize.add_rms_norm,  # the sum that ends a rotation is not a residual, if it is normed
     recognize.lora_mlp,  # projections with the activation between them as one, where a template joins their backward
     recognize.linear_4bit,  # what has no adapter, in rollouts
+    plan.widened,
     plan.tile,
     plan.tile_rows,
     plan.remat,

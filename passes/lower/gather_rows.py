@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.op import Op
+from tunecompile.ir.views import CASTS, cast_of
 from tunecompile.ops import (
     collect_rows,
     gathered_lora_linear,
@@ -22,8 +23,6 @@ from tunecompile.ops import (
 )
 
 __all__ = ["PASS"]
-
-_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -42,17 +41,9 @@ def run(graph: Graph, context: Context) -> None:
     _erase_unread(graph)
 
 
-def _cast(node: object) -> tuple[object, torch.dtype | None]:
-    """(What a cast reads, the dtype it casts to); of another node (itself, None)."""
-    casts = isinstance(node, Node) and node.target in _CASTS
-    if not casts or (node.target is _CASTS[1] and node.kwargs.keys() != {"dtype"}):
-        return node, None
-    return node.args[0], node.meta["val"].dtype
-
-
 def _gather(node: Node) -> tuple[Node, Node, int, torch.dtype | None] | None:
     """(Tokens, order, choices, the dtype to which rows are cast), where a node is rows read through an order."""
-    rows, dtype = _cast(node)
+    rows, dtype = cast_of(node)
     if isinstance(rows, Node) and rows.target is spread_rows.overload:
         x, order, _, choices = rows.args
         return x, order, choices, dtype
@@ -69,7 +60,7 @@ def _tokens(graph: Graph, before: Node, gather: tuple) -> tuple[Node, Node, int]
     x, order, choices, dtype = gather
     if dtype is not None and x.meta["val"].dtype != dtype:
         with graph.inserting_before(before):
-            made = graph.call_function(_CASTS[0], (x, dtype))
+            made = graph.call_function(CASTS[0], (x, dtype))
         made.meta["val"] = x.meta["val"].to(dtype)
         x = made
     return x, order, choices
@@ -105,7 +96,7 @@ def _read_in_place_backward(graph: Graph, node: Node) -> None:
 
 def _sum(graph: Graph, node: Node, y: Node, places: Node, choices: int) -> None:
     """Put a sum of rows in the place of a node; a cast to a wider dtype before it is part of it."""
-    dtype, (rows, cast) = node.meta["val"].dtype, _cast(y)
+    dtype, (rows, cast) = node.meta["val"].dtype, cast_of(y)
     if cast is not None and torch.promote_types(rows.meta["val"].dtype, cast) == cast:
         y = rows
     args = (y, places, choices, dtype)
@@ -120,7 +111,7 @@ def _sum(graph: Graph, node: Node, y: Node, places: Node, choices: int) -> None:
 def _erase_unread(graph: Graph) -> None:
     """Erase gathers, sums and casts that nothing reads any more."""
     ours = (collect_rows, collect_rows.backward_op, spread_rows, spread_rows.backward_op)
-    targets = {*(op.overload for op in ours), *_CASTS, operator.getitem}
+    targets = {*(op.overload for op in ours), *CASTS, operator.getitem}
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node.target in targets and not node.users:
             graph.erase_node(node)

@@ -258,7 +258,7 @@ def test_each_stands_as_early_as_it_may(install):
     own = [p.name for p in passes.PIPELINE]
     assert [name for name in made if name in own] == own
     assert made[:3] == ["wide", "narrow", own[0]] and made[made.index("rope") + 1] == "after"
-    assert made[made.index("tile") - 1] == "tags" and made[made.index("remat") + 1] == "knows"
+    assert made[made.index("widened") - 1] == "tags" and made[made.index("remat") + 1] == "knows"
     at, first = made.index("choose_provider"), next(p.name for p in passes.PIPELINE if p.stage == "lower")
     assert made[at : at + 3] == ["choose_provider", "early", "late"] and made[made.index(first) - 1] == "ops"
     assert "never" not in made

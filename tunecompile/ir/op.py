@@ -130,6 +130,8 @@ class Op:
     tiled: Op | None = None
     #: takes the op's arguments; bytes that its providers have in memory beside results while they run
     room: Callable[..., int] | None = None
+    #: parameters that its arithmetic widens first: a call may give them before a cast to a wider dtype
+    widens: tuple[str, ...] = ()
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -240,6 +242,7 @@ class Op:
         flops: Callable[..., int] | None = None,
         opaque: bool = False,
         shapes: Callable | None = None,
+        widens: bool = False,
     ) -> Callable[[Callable], Op]:
         """Register the backward as an op: `(*gradients, *saves) -> [a gradient for each name in gives]`.
 
@@ -256,6 +259,8 @@ class Op:
             flops: takes the backward's arguments; floating point operations of one call.
             opaque: as for `op`.
             shapes: as for `op`.
+            widens: whether its arithmetic casts the incoming gradients first, and nothing it returns has their dtype.
+                What autocast has cast to fp32 behind the op is then read as it was.
 
         Returns:
             A decorator that makes the function an `Op`, which also becomes this op's `backward_op`.
@@ -272,6 +277,7 @@ class Op:
                     reason=f"its backward takes {made.parameters[outputs:]} behind {outputs} incoming gradients, "
                     f"but saves={tuple(saves)}",
                 )
+            made.widens = made.parameters[:outputs] if widens else ()
             self.backward_op = made
             shared = tuple((g,) if isinstance(g, str) else tuple(g) for g in gives)
             refuse_second_derivative(_library, made.name)

@@ -8,9 +8,10 @@ from torch.fx import Graph, Node
 
 from tunecompile.ir.op import returns_view
 
-__all__ = ["base_of", "call_behind", "is_view", "with_strides"]
+__all__ = ["CASTS", "base_of", "call_behind", "cast_of", "is_view", "with_strides"]
 
 aten = torch.ops.aten
+CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)  #: to another dtype
 
 
 def is_view(node: Node) -> bool:
@@ -25,6 +26,14 @@ def base_of(node: Node) -> Node:
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def cast_of(node: object) -> tuple[object, torch.dtype | None]:
+    """Return what a cast reads and the dtype that it casts to; of another node itself and None."""
+    casts = isinstance(node, Node) and node.target in CASTS
+    if not casts or (node.target is CASTS[1] and node.kwargs.keys() != {"dtype"}):
+        return node, None
+    return node.args[0], node.meta["val"].dtype
 
 
 def with_strides(graph: Graph, node: Node) -> Node:

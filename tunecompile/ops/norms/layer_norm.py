@@ -31,7 +31,7 @@ def layer_norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps:
     return made.to(dtype)
 
 
-@layer_norm.backward(saves=("x", "weight", "bias", "eps"), gives=("x", "weight", "bias"))
+@layer_norm.backward(saves=("x", "weight", "bias", "eps"), gives=("x", "weight", "bias"), widens=True)
 def layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
 ) -> list[Tensor]:
@@ -90,7 +90,7 @@ def add_layer_norm(
 
 
 @add_layer_norm.backward(
-    saves=("out1", "weight", "bias", "eps"), gives=(("x", "residual"), "weight", "bias"), outputs=2
+    saves=("out1", "weight", "bias", "eps"), gives=(("x", "residual"), "weight", "bias"), outputs=2, widens=True
 )
 def add_layer_norm_backward(
     grad: Tensor, grad_total: Tensor, out1: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float

@@ -33,7 +33,9 @@ def modulated_norm(
     return (made * (offset + scale.to(made.dtype)) + shift.to(made.dtype)).to(dtype)
 
 
-@modulated_norm.backward(saves=("x", "scale", "shift", "eps", "offset", "centred"), gives=("x", "scale", "shift"))
+@modulated_norm.backward(
+    saves=("x", "scale", "shift", "eps", "offset", "centred"), gives=("x", "scale", "shift"), widens=True
+)
 def modulated_norm_backward(
     grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, centred: bool
 ) -> list[Tensor]:
@@ -106,6 +108,7 @@ def add_modulated_norm(
     saves=("out1", "scale", "shift", "eps", "offset", "centred"),
     gives=(("x", "residual"), "scale", "shift"),
     outputs=2,
+    widens=True,
 )
 def add_modulated_norm_backward(
     grad: Tensor,

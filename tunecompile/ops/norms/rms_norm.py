@@ -54,7 +54,7 @@ def _backward_shapes(grad: Tensor, x: Tensor, weight: Tensor, *_: object) -> lis
 
 
 @rms_norm.backward(
-    saves=("x", "weight", "eps", "offset", "round_first"), gives=("x", "weight"), shapes=_backward_shapes
+    saves=("x", "weight", "eps", "offset", "round_first"), gives=("x", "weight"), shapes=_backward_shapes, widens=True
 )
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
@@ -118,6 +118,7 @@ def add_rms_norm(
     shapes=lambda grad, grad_total, out1, weight, *_: (
         contiguous_like(out1, weight) if are_contiguous(grad, grad_total, out1) else None
     ),
+    widens=True,
 )
 def add_rms_norm_backward(
     grad: Tensor, grad_total: Tensor, out1: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
