@@ -1,11 +1,25 @@
 """Diffusion transformers of diffusers: two streams of tokens, several lists of blocks, no head, sizes that change."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import tunecompile
 from tests.support.compare import assert_close
-from tests.support.models.diffusion import LAYERS, MODELS, adapted, batch, flux, qwen_image, sd3, step, wan
+from tests.support.models.diffusion import (
+    LAYERS,
+    MODELS,
+    adapted,
+    batch,
+    flux,
+    in_nf4,
+    loaded_in_nf4,
+    qwen_image,
+    sd3,
+    step,
+    wan,
+)
 from tests.support.notes import BROKEN, EAGER, find
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -65,10 +79,11 @@ def test_checkpoints_around_blocks_are_a_budget():
     "make, products",
     [(flux, 20), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((qwen_image, 14), (wan, 10)))],
 )
-def test_frozen_weights_in_nf4(make, products):
+def test_frozen_weights_in_nf4(make, products, tmp_path, monkeypatch):
     """products: those of 4-bit weights in all kinds of blocks. With checkpointing, from which a plan is made."""
     pytest.importorskip("bitsandbytes")
-    model = adapted(make, packed=True)
+    own = partial(loaded_in_nf4, folder=tmp_path, monkeypatch=monkeypatch)
+    model = adapted(make, own if make is flux else in_nf4)
     expected = [step(model, batch(make, **size)) for size in SIZES[:2]]
     model.enable_gradient_checkpointing()
     tunecompile.optimize(model, executor="eager")

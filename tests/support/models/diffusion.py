@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,16 +70,36 @@ def sd3() -> nn.Module:
 MODELS = (flux, qwen_image, wan, sd3)
 
 
-def adapted(make: Any, packed: bool = False, **more: Any) -> nn.Module:
-    """The model with random weights, and adapters whose B is not 0, as diffusers' scripts add them. packed: in NF4."""
+def in_nf4(model: nn.Module) -> nn.Module:
+    """The model with its linears in NF4."""
+    from benchmarks.steps.diffusion import pack
+
+    pack(model, torch.float32)
+    return model
+
+
+def loaded_in_nf4(model: Any, folder: Any, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """The model saved, and loaded with diffusers' own config for NF4. (It would ask for a GPU, which it does not use.)"""
+    from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
+
+    monkeypatch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", lambda *_, **__: None)
+    kind = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32)
+    model.save_pretrained(folder)
+    config = diffusers.BitsAndBytesConfig(load_in_4bit=True, **kind)
+    return type(model).from_pretrained(
+        folder, quantization_config=config, torch_dtype=torch.float32, device_map={"": "cpu"}
+    )
+
+
+def adapted(make: Any, pack: Callable[[nn.Module], nn.Module] | None = None, **more: Any) -> nn.Module:
+    """The model with random weights, and adapters whose B is not 0, as diffusers' scripts add them.
+
+    pack: makes its weights those of 4 bits."""
     torch.manual_seed(0)
     model = make()
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() < 2 else 0.0, 0.1)
-    if packed:
-        from benchmarks.steps.diffusion import pack
-
-        pack(model, torch.float32)
+    model = pack(model) if pack else model
     model.requires_grad_(False)
     model.add_adapter(peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, **more))
     for name, parameter in model.named_parameters():
@@ -116,7 +137,7 @@ def batch(make: Any, rows: int = 2, height: int = 4, width: int = 4, text: int =
 def step(model: nn.Module, inputs: tuple[dict, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean squared error of the predicted noise, in fp32, and gradients of what is trained."""
     kwargs, noise = inputs
-    dtype = next(model.parameters()).dtype
+    dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
     model.zero_grad(set_to_none=True)
     predicted = model(**{name: _in(item, dtype) for name, item in kwargs.items()})[0]
     loss = nn.functional.mse_loss(predicted.float(), noise)
