@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tunecompile._torch.dynamo import is_compiling
+from tunecompile._torch.dynamo import is_compiling, under_way
 from tunecompile._torch.lookup import exist, lookup
 
 __all__ = [
     "CLAMP_CUTS_AT_LIMIT",
     "CheckpointPolicy",
+    "begins_in_backward",
+    "begun_in_backward",
     "differentiable_outputs",
     "in_backward",
     "in_checkpoint",
@@ -58,6 +61,8 @@ _OUTPUTS_ARE_KNOWN = exist(
     under=_SCHEMAS,
 )
 _graph_task = lookup("torch._C._current_graph_task_id", lambda: -1)
+#: the backward pass whose hook makes the calls that are under way
+_begun_in: ContextVar[int] = ContextVar("begun_in", default=-1)
 _top_hooks = lookup("torch._C._autograd._top_saved_tensors_default_hooks")
 _hooks_are_allowed = lookup("torch._C._autograd._saved_tensors_hooks_is_enabled")
 _CAN_TAKE = (
@@ -159,8 +164,35 @@ def others_trace() -> bool:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass: a checkpoint or a hook makes this call."""
-    return _graph_task() != -1
+    """Whether this thread runs a backward pass, which repeats a call: a checkpoint does."""
+    return _graph_task() not in (-1, _begun_in.get())
+
+
+def begins_in_backward() -> bool:
+    """Whether a hook of a backward pass makes this call, which then is no repetition.
+
+    Losses that cache gradients run each part of a batch so. (Checkpoints are an autograd function's backward, or
+    unpack tensors.)
+    """
+    if not in_backward():
+        return False
+    for frame in under_way():
+        home = frame.f_globals.get("__name__", "")
+        if home in ("torch.autograd.function", "torch.utils.checkpoint"):
+            return False
+        if home in ("torch.autograd", "torch.autograd.graph"):
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def begun_in_backward() -> Iterator[None]:
+    """Inside, the backward pass that runs now is not taken for one that repeats calls. Passes inside of it are."""
+    token = _begun_in.set(_graph_task())
+    try:
+        yield
+    finally:
+        _begun_in.reset(token)
 
 
 def walk(edges: Sequence[GradientEdge], stops: Sequence[GradientEdge]) -> tuple[list[Node], dict[Node, set[int]]]:

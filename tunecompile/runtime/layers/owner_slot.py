@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tunecompile._torch.autograd import in_backward
+from tunecompile._torch.autograd import begins_in_backward, begun_in_backward, in_backward
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original
 from tunecompile.integrations.transformers import is_cache
@@ -25,6 +25,9 @@ class OwnerSlot:
         owner, step = self.padding.owner, self.padding.step
         if is_compiling():  # by others
             return call_original(owner, *args, **kwargs)
+        if begins_in_backward():
+            with begun_in_backward():
+                return self(*args, **kwargs)
         evaluates = partial(self.evaluation.runs, args, kwargs)
         facts = read_facts(owner, args, kwargs, step.elsewhere, evaluates)
         mode = step.mode = mode_of_step(facts)
