@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tunecompile._torch.modules import call_original
 from tunecompile.integrations.kernel_functions import BOUNDARIES
+from tunecompile.integrations.loss_caller import padding_is_not_pooled
 from tunecompile.notes import Note, note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.step.rows_refused import RowsRefused
@@ -68,11 +69,13 @@ class Unpadding(Batches):
         return self._run(OwnerCall(self._by_name(args, kwargs)), args, kwargs)
 
     def score(self, args: tuple, kwargs: dict) -> Any:
-        """The owner's call without gradients (DPO's reference model, GRPO's old policy). It must use the same kernels
-        as training: a different rounding would look like a change of the policy.
+        """The owner's call without gradients (DPO's reference model, GRPO's old policy, a loss that caches gradients).
+        It must use the same kernels as training: a different rounding would look like a change of the policy.
         """
-        call = OwnerCall(self._by_name(args, kwargs), keeps_padding=self._why_scores_stay_padded())
-        if not (self.step.scores_tokens or self.flattened + self.packed + self.whole + self.prefixes.batches):
+        pooled = padding_is_not_pooled()
+        call = OwnerCall(self._by_name(args, kwargs), keeps_padding=None if pooled else self._why_scores_stay_padded())
+        trained = self.flattened + self.packed + self.whole + self.prefixes.batches
+        if not (self.step.scores_tokens or pooled or trained):
             self.flat = False
             return call_original(self.owner, *args, **kwargs)
         return self._run(call, args, kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.dynamo import under_way
+from tunecompile.integrations.loss_caller.sentence_transformers import PACKAGE, pools_real_tokens
 from tunecompile.notes import Note, note
 
 _LOSSES = (
@@ -41,14 +43,23 @@ _BETWEEN = {
 
 def causal_labels() -> tuple[Tensor | None, Note | None, nn.Module | None]:
     """The labels of the forward that is under way, and its module, if its loss is known to read labelled rows only; or
-    the reason why that is not known.
+    the reason why that is not known. Without either, the module's tokens are pooled, and padding is not read.
     """
-    for frame in under_way():
+    frames = under_way()
+    for frame in frames:
         if (model := _takes_labels(frame)) is not None:
             return _trusted(frame, model)
-        if (home := _home(frame)).partition(".")[0] not in _BETWEEN:
+        if (home := _home(frame)).startswith(PACKAGE) and (model := pools_real_tokens(chain([frame], frames))):
+            return None, None, model
+        if home.partition(".")[0] not in _BETWEEN:
             return None, note("unknown-caller", f"{home}.{frame.f_code.co_name}"), None
     return None, note("no-labels"), None
+
+
+def padding_is_not_pooled() -> bool:
+    """Whether the forward that is under way is known to be for embeddings, pooled of real tokens alone."""
+    labels, unknown, _ = causal_labels()
+    return labels is None and unknown is None
 
 
 def labels_are_given() -> bool:
