@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tunecompile.errors import CannotEstimate, MissingExtra, NoConfig, summary
+from tunecompile.estimate.denoisers import DENOISERS, TARGETS, denoiser
 from tunecompile.estimate.known_shapes import SHAPES, empty_model, lora_targets, shape_config
 from tunecompile.estimate.meta_nf4 import BLOCK, meta_linear
 from tunecompile.integrations.packed_experts.meta import pack_on_meta
@@ -53,7 +54,7 @@ def find_config(model: str) -> Any:
         ) from error
 
 
-KNOWN = f"Shapes that need no file: {', '.join(SHAPES)}."
+KNOWN = f"Shapes that need no file: {', '.join((*SHAPES, *DENOISERS))}."
 
 
 @functools.lru_cache(maxsize=8)  # the model is only read; plans that do not fit need the other modes of one model
@@ -61,7 +62,7 @@ def meta_model(model: str, mode: str, rank: int, dtype: torch.dtype = torch.bflo
     """The model on the meta device.
 
     Args:
-        model: as for `find_config`.
+        model: as for `find_config`; or one of `DENOISERS`, which takes the tokens of images.
         mode: "qlora", "lora" or "full".
         rank: of the adapters. They are on the seven linears of a Llama's layer, or on all linears of other models.
         dtype: of weights that are not quantised, and of activations.
@@ -70,34 +71,40 @@ def meta_model(model: str, mode: str, rank: int, dtype: torch.dtype = torch.bflo
         CannotEstimate: transformers makes no language model of the config, or PEFT finds nothing to adapt.
         MissingExtra, NoConfig: as `find_config` does.
     """
-    config = find_config(model)
+    config = None if model in DENOISERS else find_config(model)
     try:
-        made = empty_model(config).to(dtype)
-        made.tie_weights()  # emptying has untied them
-        made.config.use_cache = False
-        return (
-            made.requires_grad_(True).train()
-            if mode == "full"
-            else _adapted(made, rank, quantised=mode == "qlora").train()
-        )
+        if config is None:
+            made, head = denoiser(model, dtype), None
+        else:
+            made = empty_model(config).to(dtype)
+            made.tie_weights()  # emptying has untied them
+            made.config.use_cache = False
+            head = made.get_output_embeddings()
+        if mode == "full":
+            return made.requires_grad_(True).train()
+        targets = {"target_modules": [*TARGETS]} if config is None else lora_targets(made)
+        adapted = _adapted(made, rank, targets, None if config is None else "CAUSAL_LM")
+        return (_quantised(adapted, head) if mode == "qlora" else adapted).train()
     except MissingExtra:
         raise
     except Exception as error:
         raise CannotEstimate(model=model, reason=summary(error)) from error
 
 
-def _adapted(model: nn.Module, rank: int, quantised: bool) -> nn.Module:
+def _adapted(model: nn.Module, rank: int, targets: dict[str, Any], task: str | None) -> nn.Module:
     if importlib.util.find_spec("peft") is None:
         raise MissingExtra(what="a plan for adapters", package="peft", extra="hf")
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 
-    head = model.get_output_embeddings()
+    config = LoraConfig(r=rank, lora_alpha=rank, **targets, task_type=task)
     with torch.device("meta"):
-        model = get_peft_model(
-            model.requires_grad_(False),
-            LoraConfig(r=rank, lora_alpha=rank, **lora_targets(model), task_type="CAUSAL_LM"),
-        )
-    for path, module in list(model.named_modules()) if quantised else ():
+        frozen = model.requires_grad_(False)
+        return inject_adapter_in_model(config, frozen) if task is None else get_peft_model(frozen, config)
+
+
+def _quantised(model: nn.Module, head: nn.Module | None) -> nn.Module:
+    """The same with linears and stacks of experts in NF4, but for the head and what is trained."""
+    for path, module in list(model.named_modules()):
         if (
             type(module) is nn.Linear
             and module is not head
@@ -106,7 +113,7 @@ def _adapted(model: nn.Module, rank: int, quantised: bool) -> nn.Module:
         ):
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, meta_linear(module))
-    for _, module, key in list(stacks(model)) if quantised else ():
+    for _, module, key in list(stacks(model)):
         if refusal(module, key, BLOCK, loaded=False) is None:
             pack_on_meta(module, key)
     return model

@@ -134,7 +134,8 @@ class MultiGpuPlanner:
         asked = self.question
         engines = [self.one_gpu()]
         if asked.gpus > 1:
-            engines += [self.ddp(), self.fsdp(), *([self.device_map()] if len(self.parts.layers) > 1 else [])]
+            staged = len(self.parts.layers) > 1 and self.model.get_input_embeddings() is not None
+            engines += [self.ddp(), self.fsdp(), *([self.device_map()] if staged else [])]
         best, reason = recommended(engines, self.parts, self.network)
         return PlanReport(asked, engines, best, reason, self.flops, [*self.notes, *self._restrictions()])
 
