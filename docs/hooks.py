@@ -248,7 +248,7 @@ def errors() -> Iterator[str]:
     """Every error: its bases, where it is raised, and its message."""
     from tunecompile import errors
 
-    for name in errors.__all__:
+    for name in sorted(vars(errors)):
         value = getattr(errors, name)
         if inspect.isclass(value):
             bases = ", ".join(f"`{base.__name__}`" for base in value.__bases__)

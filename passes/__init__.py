@@ -36,8 +36,6 @@ these here, a family has the same file stem everywhere: `ops/`, `passes/recogniz
 
 from tunecompile.passes import lower, plan, recognize
 
-__all__ = ["PIPELINE"]
-
 #: all that come with tunecompile, in order
 PIPELINE = [
     recognize.linear_cross_entropy,  # widest first: a narrow rewrite must not eat a wide one's anchor

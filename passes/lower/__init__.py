@@ -6,5 +6,3 @@ from tunecompile.passes.lower.cleanup import PASS as cleanup
 from tunecompile.passes.lower.gather_rows import PASS as gather_rows
 from tunecompile.passes.lower.grouped_operands import PASS as grouped_operands
 from tunecompile.passes.lower.kernel_operands import PASS as kernel_operands
-
-__all__ = ["attention_by_heads", "choose_provider", "cleanup", "gather_rows", "grouped_operands", "kernel_operands"]

@@ -5,5 +5,3 @@ from tunecompile.passes.plan.remat import PASS as remat
 from tunecompile.passes.plan.tile import PASS as tile
 from tunecompile.passes.plan.tile_rows import PASS as tile_rows
 from tunecompile.passes.plan.widened import PASS as widened
-
-__all__ = ["providers", "remat", "tile", "tile_rows", "widened"]

@@ -31,33 +31,3 @@ from tunecompile.passes.recognize.norms import (
 )
 from tunecompile.passes.recognize.rope import PASS as rope
 from tunecompile.passes.recognize.swiglu import PASS as swiglu
-
-__all__ = [
-    "add_layer_norm",
-    "add_modulated_norm",
-    "add_rms_norm",
-    "attention",
-    "causal_attention",
-    "document_attention",
-    "dora",
-    "expert_biases",
-    "expert_masks",
-    "expert_rows",
-    "experts",
-    "gelu",
-    "grouped_linear",
-    "layer_norm",
-    "linear_4bit",
-    "linear_cross_entropy",
-    "lora",
-    "lora_mlp",
-    "lora_nf4",
-    "modulated_norm",
-    "nf4",
-    "one_query_attention",
-    "rms_norm",
-    "rope",
-    "sort_keys",
-    "swiglu",
-    "weighted_gate",
-]

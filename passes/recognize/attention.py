@@ -11,13 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.attention_calls import (
-    LOWEST,
-    FoundAttention,
-    Term,
-    leave_out_weights,
-    written_out_attention,
-)
+from tunecompile.compiler.attention_calls import LOWEST, FoundAttention, Term, leave_out_weights, written_out_attention
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed

@@ -2,5 +2,3 @@
 
 from tunecompile.templates.attention.backward_pass import backward
 from tunecompile.templates.attention.forward_pass import forward
-
-__all__ = ["backward", "forward"]

@@ -10,32 +10,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.torch_version import TorchVersion
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy  # noqa: F401 (planner and passes read it here)
 
 from tunecompile._torch.dynamo import is_compiling, under_way
 from tunecompile._torch.lookup import exist, lookup
-
-__all__ = [
-    "CLAMP_CUTS_AT_LIMIT",
-    "CheckpointPolicy",
-    "begins_in_backward",
-    "begun_in_backward",
-    "differentiable_outputs",
-    "in_backward",
-    "in_checkpoint",
-    "innermost_hooks",
-    "keeps_graph",
-    "made_since",
-    "next_number",
-    "no_autocast",
-    "others_trace",
-    "outside_compilation",
-    "plain_functions",
-    "plain_tensors",
-    "saving_is_taken",
-    "set_grad_enabled",
-    "walk",
-]
 
 #: whether `clamp` gives no gradient to a value that equals its limit (torch 2.13 does)
 CLAMP_CUTS_AT_LIMIT = TorchVersion(torch.__version__) >= "2.14"

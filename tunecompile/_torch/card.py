@@ -15,28 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "AMPERE",
-    "CARDS",
-    "COMPILED",
-    "EMULATED",
-    "NOTHING",
-    "RUN",
-    "VARIABLE",
-    "Card",
-    "acting_as",
-    "capability",
-    "compiled_for",
-    "emulated",
-    "has_bfloat16",
-    "hold_to_memory",
-    "older_than",
-    "shared_memory",
-    "shown_on",
-    "total_memory",
-    "warp_size",
-]
-
 VARIABLE = "TUNECOMPILE_AS"
 AMPERE = (8, 0)
 USABLE = 0.985  #: share of the datasheet's memory that torch reports

@@ -15,8 +15,6 @@ import torch
 from tunecompile._torch.cuda import load_attention
 from tunecompile._torch.lookup import exist, lookup, need
 
-__all__ = ["start_compile_workers"]
-
 _ASYNC_COMPILE = "torch._inductor.async_compile.AsyncCompile"
 _async_compile = lookup(_ASYNC_COMPILE)
 _CAN_QUEUE = exist(_ASYNC_COMPILE, f"{_ASYNC_COMPILE}._ready_future", f"{_ASYNC_COMPILE}.process_pool")

@@ -12,17 +12,6 @@ import torch
 
 from tunecompile._torch.lookup import lookup
 
-__all__ = [
-    "attention_order",
-    "full_gpu",
-    "grow_segments",
-    "load_attention",
-    "occupy_gpu",
-    "requested",
-    "start_copy_to_host",
-    "where_set",
-]
-
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _configured = lookup("torch._C._accelerator_getAllocatorSettings", lambda: "")

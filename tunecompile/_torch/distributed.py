@@ -12,17 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tunecompile._torch.lookup import is_there, lookup
 from tunecompile._torch.private_names import FSDP
 
-__all__ = [
-    "around_now",
-    "fsdp_forget_call",
-    "fsdp_groups",
-    "fsdp_groups_behind",
-    "local_part",
-    "meeting_store",
-    "several",
-    "sharded",
-]
-
 _active_ddp = lookup("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module", lambda: None)
 #: attributes of FSDP's, DeepSpeed's and tensor-parallel parameters
 _SHARDED = ("device_mesh", "ds_id", "_fsdp_flattened")

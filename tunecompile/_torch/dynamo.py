@@ -17,29 +17,6 @@ from tunecompile._torch import known_bugs
 from tunecompile._torch.distributed import around_now
 from tunecompile._torch.lookup import NotRaised, exist, exists, lookup, patched
 
-__all__ = [
-    "TensorifyScalarRestartAnalysis",
-    "TorchRuntimeError",
-    "call_compiled",
-    "call_whole",
-    "current_frame",
-    "forget_specialized",
-    "forget_with",
-    "graph_limit",
-    "integers_may_change",
-    "is_compiling",
-    "is_full",
-    "mark_dynamic",
-    "recompile_reason",
-    "remainders_as_constants",
-    "reset",
-    "running",
-    "specialize_floats",
-    "static_shapes",
-    "tell_of_traces",
-]
-
-
 #: raised inside a backend to have Dynamo trace the function anew
 TensorifyScalarRestartAnalysis = lookup("torch._dynamo.exc.TensorifyScalarRestartAnalysis", NotRaised)
 #: an operation failed on fake tensors

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sympy import Eq, Expr
+from sympy import Eq, Expr  # noqa: F401 (others read `Expr` here)
 from torch.fx import Graph, GraphModule
 
 from tunecompile._torch.autograd import no_autocast
@@ -27,27 +27,6 @@ else:
     StorageWeakRef = lookup("torch.multiprocessing.reductions.StorageWeakRef", _Absent)
     TorchDispatchMode = lookup("torch.utils._python_dispatch.TorchDispatchMode", _Absent)
 
-__all__ = [
-    "Expr",
-    "FakeTensor",
-    "FakeTensorMode",
-    "StorageWeakRef",
-    "TorchDispatchMode",
-    "copied",
-    "dispatch_mode",
-    "enable_python_dispatcher",
-    "fake_mode_of",
-    "free_unbacked_symbols",
-    "function_mode",
-    "guards_at",
-    "is_fake",
-    "make_fx",
-    "size_hint",
-    "size_with",
-    "trace",
-    "tracing",
-    "wraps_tensors",
-]
 
 #: inside, operations on symbolic sizes reach the rules for fake tensors
 enable_python_dispatcher = lookup("torch._dispatch.python.enable_python_dispatcher", contextlib.nullcontext)

@@ -17,7 +17,7 @@ import torch
 from tunecompile._torch import known_bugs
 from tunecompile._torch.fake_tensors import select_decomp_table
 from tunecompile._torch.generation import code_of_layers
-from tunecompile._torch.generation.late_kernels import InductorError, LateKernels
+from tunecompile._torch.generation.late_kernels import LateKernels
 from tunecompile._torch.generation.quick_tuning import tuned_quickly
 from tunecompile._torch.lookup import exist, exists, lookup, need, patched
 from tunecompile._torch.saved_strides import hooks_were_seen, with_strides
@@ -27,26 +27,6 @@ if TYPE_CHECKING:
 else:
     CustomGraphPass = lookup("torch._inductor.custom_graph_pass.CustomGraphPass", object)
     CustomPartitionerFn = lookup("torch._inductor.custom_graph_pass.CustomPartitionerFn", object)
-
-__all__ = [
-    "CustomGraphPass",
-    "CustomPartitionerFn",
-    "InductorError",
-    "Keep",
-    "Turn",
-    "Wrap",
-    "cache_folder",
-    "compile_eager",
-    "compile_inductor",
-    "default_cache_folder",
-    "is_a_tensor",
-    "is_tracing",
-    "keeps_code",
-    "min_cut_rematerialization_partition",
-    "replacing",
-    "trace_artifact",
-    "triton_kernel_wrap",
-]
 
 
 aot_autograd = lookup("torch._dynamo.backends.common.aot_autograd")

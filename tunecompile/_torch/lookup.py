@@ -20,22 +20,6 @@ import torch
 
 from tunecompile._torch.private_names import COMPILING_OFF, PRIVATE_NAMES, PrivateName
 
-__all__ = [
-    "NotRaised",
-    "exist",
-    "exists",
-    "is_there",
-    "lookup",
-    "lost",
-    "missing",
-    "need",
-    "notes",
-    "patched",
-    "replaced",
-    "warn",
-    "why_off",
-]
-
 log = logging.getLogger("tunecompile")
 NAMES = {row.name: row for row in PRIVATE_NAMES}  #: the table by dotted name
 

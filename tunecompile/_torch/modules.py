@@ -13,21 +13,6 @@ from torch.utils.checkpoint import noop_context_fn
 
 from tunecompile._torch.lookup import exist, lookup, need
 
-__all__ = [
-    "HOOKS",
-    "call_original",
-    "checkpoints",
-    "empty",
-    "fill",
-    "fill_own",
-    "global_hooks",
-    "hooked",
-    "is_of",
-    "linear",
-    "reparametrized",
-    "slot_of",
-]
-
 #: the function `torch.nn.functional.linear`, until DeepSpeed's ZeRO-3 puts another one in its place
 #: (tunecompile/integrations/deepspeed.py)
 linear = lookup("torch._C._nn.linear", torch.nn.functional.linear)

@@ -12,8 +12,6 @@ from typing import Any
 
 from tunecompile._torch.known_bugs import installed
 
-__all__ = ["CHECKED", "COMPILING_OFF", "PRIVATE_NAMES", "PrivateName", "group"]
-
 CHECKED = ("2.11", "2.13", "2.15")  #: versions of torch that every name of the table was checked on
 COMPILING_OFF = "compiling is off, and models stay eager"  #: the fallback of names without a substitute
 

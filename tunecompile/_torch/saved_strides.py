@@ -13,8 +13,6 @@ import torch
 
 from tunecompile._torch.autograd import innermost_hooks
 
-__all__ = ["hooks_were_seen", "notice_hooks", "with_strides"]
-
 _KEEP_STRIDES = ("torch.utils.checkpoint", "tunecompile.")  #: modules whose hooks give back what they took
 
 

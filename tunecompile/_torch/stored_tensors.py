@@ -7,8 +7,6 @@ from typing import Any
 
 from tunecompile._torch.lookup import exist, lookup
 
-__all__ = ["stores_tensors"]
-
 _EFFECTS = "torch._dynamo.side_effects.SideEffects"
 _VARIABLES = "torch._dynamo.variables.base"
 _translator: Any = lookup("torch._dynamo.symbolic_convert.InstructionTranslator")

@@ -17,8 +17,6 @@ from typing import Any
 from tunecompile._torch import known_bugs
 from tunecompile._torch.inductor import triton_kernel_wrap
 
-__all__ = ["Analysis", "Answer", "analyses_answered_by"]
-
 #: (kernel, its arguments by name, its TMA descriptors by argument) -> what it accesses
 Analysis = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Any]
 #: (torch's analysis, and its arguments) -> the same result

@@ -1,5 +1,3 @@
 """The command line, and everything that exists only as one of its commands."""
 
 from tunecompile.cli.main import app
-
-__all__ = ["app"]

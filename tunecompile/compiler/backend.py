@@ -19,7 +19,8 @@ from tunecompile._torch.card import has_bfloat16
 from tunecompile._torch.cuda import attention_order
 from tunecompile._torch.dynamo import TensorifyScalarRestartAnalysis, current_frame, specialize_floats
 from tunecompile._torch.fake_tensors import copied
-from tunecompile._torch.inductor import InductorError, Keep, Wrap, compile_eager, compile_inductor
+from tunecompile._torch.generation.late_kernels import InductorError
+from tunecompile._torch.inductor import Keep, Wrap, compile_eager, compile_inductor
 from tunecompile._torch.triton_analysis import analyses_answered_by
 from tunecompile.compiler import attention_backend
 from tunecompile.compiler.compile_cache import in_turn

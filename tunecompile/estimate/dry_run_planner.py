@@ -26,13 +26,7 @@ from tunecompile.planner.datasheets import GpuSpec, rates_of
 from tunecompile.planner.device_memory import MARGIN, Gauge, Spec, budget_bytes, gradient_bytes
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan, PlanOption, choose
-from tunecompile.planner.step_plan import (
-    AdmittedPlan,
-    RegionCandidates,
-    StepRequest,
-    count_options,
-    solve,
-)
+from tunecompile.planner.step_plan import AdmittedPlan, RegionCandidates, StepRequest, count_options, solve
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.memory.accounting import (
     allowed_bytes,

@@ -15,8 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HostDefaults", "LayerHost", "Run"]
-
 Run = Callable[[tuple, dict[str, Any]], Any]  #: (positional, keyword arguments) -> the module's output
 
 

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HOME", "Capture", "collecting", "collects_attention", "give_back", "replace", "take_back"]
-
 HOME = "transformers.utils.output_capturing"  #: where its hooks come from
 _HIDDEN = "hidden_states"  #: its hook takes the first layer's input, too, and is left to itself
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from tunecompile._torch.private_names import PrivateName, group
 
-__all__ = ["PRIVATE_NAMES"]
-
 _TRANSFORMERS = {"since": "5.0", "last_checked": ("5.0", "5.24")}
 _PEFT = {"since": "0.18", "last_checked": ("0.18", "0.21")}
 _ACCELERATE = {"since": "1.4", "last_checked": ("1.4", "1.15")}

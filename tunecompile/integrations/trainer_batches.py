@@ -13,8 +13,6 @@ from typing import Any
 from tunecompile._torch.dynamo import under_way
 from tunecompile.notes import Note, note
 
-__all__ = ["calling_trainer", "largest_batch", "longest_row", "merge_batches", "why_kept"]
-
 #: methods that decide which rows a step has, and what its loss is; and the modules whose ones are known
 _METHODS = ("compute_loss", "get_batch_samples", "get_train_dataloader", "training_step")
 _KNOWN = ("transformers.trainer", "trl.trainer.base_trainer", "trl.trainer.sft_trainer")

@@ -12,8 +12,6 @@ import torch
 from tunecompile._torch.autograd import no_autocast
 from tunecompile.errors import NoSecondDerivative
 
-__all__ = ["Formula", "refuse_second_derivative", "register_formula", "rules", "without_autocast"]
-
 
 def without_autocast(fn: Callable) -> Callable:
     """Return the same function with autocast off: an op chooses its dtypes, and autocast must not cast inside it.

@@ -18,8 +18,6 @@ from tunecompile._torch.autograd import no_autocast
 from tunecompile.ir.dispatch import Formula, rules
 from tunecompile.ir.op import Op
 
-__all__ = ["by_provider", "outputs", "run_provider"]
-
 
 def by_provider(op: Op, *args: Any) -> Any:
     """Call an op by the provider that compiled code would have, with its gradients.

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from tunecompile.notes import Note, note
 
-__all__ = ["CALLS", "AddBias", "Chain", "LossCall", "Step", "Unfit", "calls", "read", "same_numbers", "spelled"]
-
 
 class Unfit(Exception):
     """A loss, or the steps before it, cannot be computed without logits.

@@ -9,18 +9,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-__all__ = [
-    "DISTURBED",
-    "between",
-    "first_of",
-    "is_barrier",
-    "is_disturbed",
-    "is_mutation",
-    "node_arg",
-    "outputs_read",
-    "written_value",
-]
-
 
 def node_arg(node: Node, i: int) -> Node | None:
     """Return the positional argument `i` of a node if it is a node; None if it is a constant, or missing."""

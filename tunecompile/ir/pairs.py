@@ -14,8 +14,6 @@ from torch.fx import Graph, Node
 
 from tunecompile.ir.nodes import between, is_barrier, node_arg
 
-__all__ = ["join_written", "slice_of_item"]
-
 _SPLITS = {"unflatten", "reshape", "view", torch.unflatten, torch.reshape}
 _EMPTY = {torch.empty_like, torch.empty, "new_empty"}
 

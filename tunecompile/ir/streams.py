@@ -12,8 +12,6 @@ from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import node_arg
 from tunecompile.ir.rewrite import annotate
 
-__all__ = ["return_contiguous"]
-
 _FRESH = (operator.add, torch.cat, "clip")  #: what computes a tensor with memory of its own, behind a residual
 
 

@@ -8,8 +8,6 @@ from torch.fx import Graph, Node
 
 from tunecompile.ir.op import returns_view
 
-__all__ = ["CASTS", "base_of", "call_behind", "cast_of", "is_view", "with_strides"]
-
 aten = torch.ops.aten
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)  #: to another dtype
 

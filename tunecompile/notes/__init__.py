@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from tunecompile.notes import compiling, health, memory, padding, providers, running, verifying
 from tunecompile.notes.kind import NoteKind
 
-__all__ = ["KINDS", "NOTES", "REASONS", "Note", "NoteKind", "note"]
-
 
 def _joined(tables: list[dict[str, NoteKind]]) -> dict[str, NoteKind]:
     """One table of several.

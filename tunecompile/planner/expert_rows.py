@@ -19,8 +19,6 @@ from torch.fx import Graph, Node
 
 from tunecompile.ir.op import OPS, Cost
 
-__all__ = ["GROUPED", "GROUPED_BACKWARD", "SPREADS", "ExpertRows", "expert_rows", "name_of_op", "sums_over_rows"]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 GROUPED, GROUPED_BACKWARD = "grouped_lora_linear", "grouped_lora_linear_backward"
 SPREADS = ("spread_rows", "collect_rows_backward")  #: tokens to rows

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Batch", "Step", "at_once", "steps_of"]
-
 LEAST = 8  #: batches that a line through their times is drawn by
 PAUSE = 3.0  #: medians, beyond which a time is a pause and no batch's
 WORTH = 0.9  #: of a step's time, below which it is worth saying

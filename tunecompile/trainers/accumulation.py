@@ -14,8 +14,6 @@ from tunecompile.integrations.trainer_batches import calling_trainer, longest_ro
 from tunecompile.notes import Note, note
 from tunecompile.planner.device_memory import shown
 
-__all__ = ["merge_accumulation"]
-
 
 def merge_accumulation(model: nn.Module) -> Note:
     """Have as many batches as fit come as one, in the Trainer that calls; what was done, or why nothing was.

@@ -21,7 +21,6 @@ try:
 except ImportError as missing:
     raise MissingHost(door="tunecompile.trainers.axolotl", package="axolotl") from missing
 
-__all__ = ["Arguments", "Options", "Plugin"]
 
 #: axolotl's own kernels, by their keys: layers that have them are not recognised, or are no longer the model's
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")

@@ -19,8 +19,6 @@ from tunecompile.report.report import Report
 from tunecompile.runtime.layers.find_layers import find_layers
 from tunecompile.runtime.model_state import is_optimized
 
-__all__ = ["RUN", "SITE", "Door", "check_host", "held_by", "merges_in_run", "options_of_run", "trained"]
-
 log = logging.getLogger(__name__)
 
 #: the variable with a JSON: `options` of `optimize`, `merge_accumulation`, and `told`, a file to which each process

@@ -11,8 +11,6 @@ from tunecompile import passes as own_passes
 from tunecompile.compiler.backend import Backend
 from tunecompile.compiler.plugins import pipeline
 
-__all__ = ["backend"]
-
 
 def backend(graph: GraphModule, inputs: list[Any]) -> Callable:
     """Compile one graph of Dynamo's: recognise, lower, and hand over to Inductor.

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ExpertUse"]
-
 _LISTED = re.compile(r"(.*\bexperts)\.(\d+)\..+")  #: a parameter of one of several modules
 _STACKED = re.compile(r".*\bexperts\b.*")  #: a parameter of all experts, or of an adapter on one
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from tunecompile.notes import Note, note
 
-__all__ = ["Judge"]
-
 WINDOW = 32  #: steps that are what is usual
 WARM = 16  #: steps before which nothing is usual
 AGAIN = 100  #: steps until the same note is written again

@@ -23,7 +23,6 @@ try:
 except ImportError as missing:
     raise MissingExtra(what="tunecompile.Callback", package="transformers", extra="hf") from missing
 
-__all__ = ["Callback", "from_environment"]
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ except ImportError:
     except ImportError as missing:
         raise MissingHost(door="tunecompile.trainers.lightning", package="lightning") from missing
 
-__all__ = ["Callback", "from_environment"]
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,6 @@ from torch import nn
 from tunecompile.errors import MissingHost
 from tunecompile.trainers.door import Door, check_host, options_of_run
 
-__all__ = ["apply"]
-
 check_host("llamafactory", oldest="0.9.5", newest="0.9.5")
 try:
     from llamafactory.v1.plugins.model_plugins.kernels.interface import KernelPlugin

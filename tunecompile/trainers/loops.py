@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from tunecompile.runtime.model_state import is_optimized
 from tunecompile.trainers.door import Door, held_by, options_of_run, trained
 
-__all__ = ["optimizer_made"]
-
 _door: list[Door] = []  #: of this process, once there is an optimizer
 
 

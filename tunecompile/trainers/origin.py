@@ -21,8 +21,6 @@ from tunecompile._torch.fake_tensors import TorchDispatchMode
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.refusals import gathers
 
-__all__ = ["origin"]
-
 TORCH = str(Path(inspect.getfile(torch)).parent) + os.sep
 SENDS = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  #: namespaces of collectives
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")

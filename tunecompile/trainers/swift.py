@@ -15,8 +15,6 @@ from tunecompile.integrations.registered import register as register_names
 from tunecompile.trainers.door import check_host, options_of_run
 from tunecompile.trainers.huggingface import Callback
 
-__all__ = ["PLUGIN", "register"]
-
 PLUGIN = Path(__file__).parent / "external" / "swift_callback.py"  #: what `--external_plugins` is given
 
 

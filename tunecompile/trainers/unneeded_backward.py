@@ -17,8 +17,6 @@ from tunecompile._torch.cuda import start_copy_to_host
 from tunecompile.notes import Note, note
 from tunecompile.runtime.loss_head.token_scores import is_token_scores
 
-__all__ = ["UnneededBackward"]
-
 _ADVANTAGES = "advantages"  #: of a batch of completions, by TRL's name
 
 

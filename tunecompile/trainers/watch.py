@@ -25,8 +25,6 @@ from tunecompile.trainers.experts import ExpertUse
 from tunecompile.trainers.health import Judge
 from tunecompile.trainers.origin import origin
 
-__all__ = ["Watcher", "watch"]
-
 log = logging.getLogger(__name__)
 
 EXPERTS_EVERY, EXPERTS_AT = 5, 100  #: steps between two looks at experts' gradients, and step at which they are judged

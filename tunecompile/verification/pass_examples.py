@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["CLOSE", "FACTOR", "Answer", "Example", "Finding", "as_exact", "distance", "gradients", "in_fp64"]
-
 FACTOR = 2.0  #: a result may be this many times as far from fp64's as the plain function's
 CLOSE = (
     16  #: multiples of the dtype's resolution: a result nearer than this is right, however near the plain function's is

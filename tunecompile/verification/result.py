@@ -8,8 +8,6 @@ from typing import Any
 from tunecompile.notes import Note
 from tunecompile.verification.tolerance import Verdict
 
-__all__ = ["Verification"]
-
 SHOWN = 12  #: rows of a printed table
 
 

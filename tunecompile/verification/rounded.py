@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from tunecompile.ir.op import formats
 from tunecompile.ops.eight_bits import FORMATS, EightBits
 
-__all__ = ["format_on", "round_products"]
-
 #: times what rounding is off by. Weights keep their values, so that packed ones need not be read: theirs would be off
 #: by as much, independently, which makes a factor of sqrt(2); the rest is the scatter of parameters on one batch
 SLACK = 3.0

@@ -9,8 +9,6 @@ from statistics import mean, median, stdev
 import torch
 from torch import Tensor
 
-__all__ = ["LIMIT", "Verdict"]
-
 LIMIT = 1.25  #: no parameter's error may exceed eager's by more than this
 TIE = 1.05  #: distances within this factor are equal: both are mostly the rounding of the same weights
 ERRORS = 2  #: standard errors by which a mean may be off by chance

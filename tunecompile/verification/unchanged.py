@@ -12,8 +12,6 @@ from torch import nn
 from tunecompile.notes import Note, note
 from tunecompile.runtime.model_state import ATTRIBUTE, State
 
-__all__ = ["unchanged"]
-
 SMALL = 0.01  #: standard deviation of the numbers in place of zeros
 
 

@@ -36,8 +36,6 @@ from tunecompile.verification.rounded import format_on, round_products
 from tunecompile.verification.tolerance import Verdict, compare_gradients, judge_gradients, judge_loss
 from tunecompile.verification.unchanged import unchanged
 
-__all__ = ["WRONG", "Verification", "verify"]
-
 Step = tuple[float, dict[str, Tensor | None]]  #: loss, and gradients by name
 Measure = Callable[[nn.Module, Mapping[str, Any]], Tensor]  #: (model, batch) -> loss, a scalar
 WRONG = 2  #: multiple of eager's error from which a gradient is wrong, and the rewrite at fault is looked for

@@ -6,5 +6,3 @@ from tunecompile.passes.recognize.experts.products import PASS as experts
 from tunecompile.passes.recognize.experts.rows import PASS as expert_rows
 from tunecompile.passes.recognize.experts.sort_keys import PASS as sort_keys
 from tunecompile.passes.recognize.experts.weighted_gate import PASS as weighted_gate
-
-__all__ = ["expert_biases", "expert_masks", "expert_rows", "experts", "sort_keys", "weighted_gate"]

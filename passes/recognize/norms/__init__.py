@@ -6,5 +6,3 @@ from tunecompile.passes.recognize.norms.layer_norm import PASS as layer_norm
 from tunecompile.passes.recognize.norms.modulated_norm import ADD as add_modulated_norm
 from tunecompile.passes.recognize.norms.modulated_norm import PASS as modulated_norm
 from tunecompile.passes.recognize.norms.rms_norm import PASS as rms_norm
-
-__all__ = ["add_layer_norm", "add_modulated_norm", "add_rms_norm", "layer_norm", "modulated_norm", "rms_norm"]

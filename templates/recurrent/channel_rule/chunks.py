@@ -16,16 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import (
-    chunk_of_program,
-    documents_at,
-    edges_of,
-    exp_where,
-    inverse_of,
-    load_block,
-    place_of,
-    store_block,
-)
+from ..device import chunk_of_program, documents_at, edges_of, exp_where, inverse_of, load_block, place_of, store_block
 from ..operands import CHUNK
 
 __all__ = ["Chunks", "between_blocks", "prepare", "reference_of", "sums"]

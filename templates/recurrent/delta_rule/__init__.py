@@ -2,5 +2,3 @@
 
 from tunecompile.templates.recurrent.delta_rule.backward_pass import backward
 from tunecompile.templates.recurrent.delta_rule.forward_pass import forward
-
-__all__ = ["backward", "forward"]

@@ -11,8 +11,6 @@ from tunecompile._torch.generation.fused_products import templates_fuse_products
 from tunecompile._torch.generation.kernel_order import in_order
 from tunecompile._torch.generation.written_arguments import nothing_copied_to_itself
 
-__all__ = ["code_of_layers"]
-
 
 @contextlib.contextmanager
 def code_of_layers(traced: bool) -> Iterator[None]:

@@ -19,8 +19,6 @@ from sympy import expand
 
 from tunecompile._torch.lookup import exist, need, replaced
 
-__all__ = ["keys_without_storages"]
-
 _METADATA = "torch._inductor.codecache.extract_tensor_metadata_for_cache_key"
 ALIGNMENT = 64  #: bytes, of any device that Inductor generates code for
 

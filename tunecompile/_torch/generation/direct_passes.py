@@ -15,8 +15,6 @@ from torch.fx import Graph
 
 from tunecompile._torch.lookup import exist, lookup, replaced
 
-__all__ = ["direct_passes"]
-
 _PASSES: Any = lookup("torch._inductor.fx_passes.post_grad")
 _KERNELS: Any = lookup("torch._higher_order_ops.triton_kernel_wrap")
 _SCRIPTS: Any = lookup("torch._dynamo.repro.after_aot")

@@ -8,8 +8,6 @@ from typing import Any
 
 from tunecompile._torch.lookup import exist, lookup, replaced
 
-__all__ = ["META", "templates_fuse_products"]
-
 _WRAPPER_CODE = "torch._inductor.codegen.wrapper.PythonWrapperCodegen"
 META = "triton_meta={"  #: how the options of a kernel begin in generated code
 

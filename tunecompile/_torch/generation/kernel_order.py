@@ -19,8 +19,6 @@ from typing import Any
 
 from tunecompile._torch.lookup import exist, lookup, replaced
 
-__all__ = ["FAR", "LARGE", "LAUNCHES", "SMALL", "in_order"]
-
 SMALL = 8 << 20  #: bytes that a kernel writes, to be joined with others: more take longer than a launch
 LARGE = 128 << 20  #: bytes that two kernels write each, to stay apart where they are far from each other
 FAR = 32  #: operations between them

@@ -18,8 +18,6 @@ import torch
 from tunecompile._torch.distributed import several
 from tunecompile._torch.lookup import NotRaised, exist, lookup
 
-__all__ = ["InductorError", "LateKernels"]
-
 _async_compile = lookup("torch._inductor.async_compile.AsyncCompile")
 _graph_cache = lookup("torch._inductor.codecache.FxGraphCache")
 _bundler = lookup("torch._inductor.triton_bundler.TritonBundler")

@@ -7,8 +7,6 @@ from typing import Any
 
 from tunecompile._torch.lookup import exist, lookup
 
-__all__ = ["tuned_quickly"]
-
 _HEURISTICS = "torch._inductor.runtime.triton_heuristics"
 _heuristics: Any = lookup(_HEURISTICS) if exist(_HEURISTICS, f"{_HEURISTICS}.benchmarker") else None
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from tunecompile._torch.lookup import exist, lookup, replaced
 
-__all__ = ["nothing_copied_to_itself"]
-
 _GRAPH = "torch._inductor.graph.GraphLowering"
 _NAME = "torch._inductor.ir.IRNode.maybe_get_name"
 

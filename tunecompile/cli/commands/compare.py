@@ -18,14 +18,7 @@ from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.run import run_comparison
 from tunecompile.cli.compare.spec import PARALLEL, Job, parse_shape, resolve_systems
 from tunecompile.cli.compare.user_config import read_config
-from tunecompile.cli.options import (
-    exit_code,
-    need_packages,
-    one_of,
-    pick_device,
-    pick_dtype,
-    pick_mode,
-)
+from tunecompile.cli.options import exit_code, need_packages, one_of, pick_device, pick_dtype, pick_mode
 from tunecompile.errors import BadOption
 
 MODES = {"qlora", "lora", "full"}  #: flags of which one holds

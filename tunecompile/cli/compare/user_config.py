@@ -9,8 +9,6 @@ from typing import Any
 
 from tunecompile.errors import BadOption, MissingExtra
 
-__all__ = ["UserConfig", "read_config"]
-
 
 @dataclass(frozen=True)
 class UserConfig:

@@ -12,19 +12,3 @@ from tunecompile.compiler.attention_calls.calls import (
 from tunecompile.compiler.attention_calls.found import LOWEST, AttentionArguments, FoundAttention, Term
 from tunecompile.compiler.attention_calls.weights import leave_out_weights
 from tunecompile.compiler.attention_calls.written_out import written_out_attention
-
-__all__ = [
-    "LOWEST",
-    "AttentionArguments",
-    "FoundAttention",
-    "Term",
-    "attention_arguments",
-    "attention_calls",
-    "causal_calls",
-    "document_mask_of",
-    "leave_out_weights",
-    "unrepeated",
-    "unrepeated_pair",
-    "views_behind",
-    "written_out_attention",
-]

@@ -20,17 +20,6 @@ from tunecompile.ir.nodes import node_arg
 from tunecompile.ir.op import HALF
 from tunecompile.ops import document_mask
 
-__all__ = [
-    "attention_arguments",
-    "attention_calls",
-    "causal_calls",
-    "document_mask_of",
-    "unrepeated",
-    "unrepeated_pair",
-    "views_behind",
-]
-
-
 _NAMES = {"attn_mask": "mask", "dropout_p": "dropout", "is_causal": "causal"}
 
 

@@ -8,9 +8,6 @@ from typing import Any
 
 from torch.fx import Node
 
-__all__ = ["LOWEST", "AttentionArguments", "FoundAttention", "Order", "Term"]
-
-
 LOWEST = -65504.0  #: the least number of fp16: what a mask adds to scores that count for nothing, or less
 
 

@@ -12,8 +12,6 @@ from tunecompile.compiler.attention_calls.found import Order, Term
 from tunecompile.compiler.attention_calls.reading import Reading, asked, calls, is_number
 from tunecompile.ir.canonicalize import value
 
-__all__ = ["Product", "scored", "weighted"]
-
 
 @dataclass(frozen=True)
 class Product:

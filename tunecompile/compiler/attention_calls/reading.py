@@ -11,18 +11,6 @@ from torch.fx import Node
 
 from tunecompile.ir.canonicalize import name_of, value
 
-__all__ = [
-    "Reading",
-    "asked",
-    "calls",
-    "casts",
-    "casts_or_regroups",
-    "is_all_but_last",
-    "is_last",
-    "is_number",
-    "keeps_all",
-]
-
 
 class Reading:
     """Calls that were read, from the result upward."""

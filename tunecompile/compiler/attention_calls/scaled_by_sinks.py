@@ -16,8 +16,6 @@ from torch.fx import Node
 from tunecompile.compiler.attention_calls.reading import Reading, asked, calls, casts
 from tunecompile.ir.canonicalize import value
 
-__all__ = ["Scaled", "read_sinks", "scaled_by_sinks"]
-
 _VIEWS = ("expand", "reshape", "view", "unsqueeze")
 
 

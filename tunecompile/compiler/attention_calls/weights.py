@@ -10,8 +10,6 @@ from tunecompile.compiler.attention_calls.found import FoundAttention
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.rewrite import build_before
 
-__all__ = ["leave_out_weights"]
-
 
 def leave_out_weights(graph: Graph, found: FoundAttention) -> None:
     """Return weights of no row for weights that nobody reads (`tunecompile.runtime.layers.unread_weights`)."""

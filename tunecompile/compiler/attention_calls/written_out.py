@@ -31,8 +31,6 @@ from tunecompile.compiler.attention_calls.reading import (
 from tunecompile.compiler.attention_calls.scaled_by_sinks import read_sinks, scaled_by_sinks
 from tunecompile.ir.canonicalize import value
 
-__all__ = ["read_written_out", "written_out_attention"]
-
 
 def written_out_attention(graph: Graph, unread: bool = False) -> dict[Node, FoundAttention | str]:
     """Attention that a model's code writes out, by the node of its result; or why it is none that is understood.

@@ -10,17 +10,3 @@ from tunecompile.integrations.kernel_functions.fork import Fork
 from tunecompile.integrations.kernel_functions.meanings import BOUNDARIES, DOCUMENTS
 from tunecompile.integrations.kernel_functions.substitute import Substitution, knows_documents, substitute
 from tunecompile.integrations.kernel_functions.token_loops import TokenLoops
-
-__all__ = [
-    "BOUNDARIES",
-    "BOUNDS",
-    "DOCUMENTS",
-    "Fork",
-    "Substitution",
-    "TokenLoops",
-    "forks_in",
-    "knows_documents",
-    "substitute",
-    "takes_bounds",
-    "trace_by_bounds",
-]

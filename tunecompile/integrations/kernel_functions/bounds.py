@@ -22,8 +22,6 @@ from tunecompile.integrations.registered.names import NAME
 from tunecompile.notes import Note, note
 from tunecompile.ops import document_mask
 
-__all__ = ["BOUNDS", "Bounds", "forks_in", "takes_bounds", "trace_by_bounds"]
-
 
 class Bounds:
     """What a layer that is traced knows of its images. Set while Dynamo traces, and never when compiled code runs."""

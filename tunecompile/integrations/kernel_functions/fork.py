@@ -15,8 +15,6 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["TEST", "TOLD", "Fork", "fork_of"]
-
 TEST = "is_flash_attention_requested"
 TOLD = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  #: what only all images at once are told
 

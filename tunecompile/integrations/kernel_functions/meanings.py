@@ -25,8 +25,6 @@ from tunecompile.ops import (
     ssd_scan,
 )
 
-__all__ = ["BOUNDARIES", "DOCUMENTS", "MEANINGS", "Documents", "Meaning", "agrees"]
-
 
 class Documents:
     """Where documents of the row begin that a layer is traced with.

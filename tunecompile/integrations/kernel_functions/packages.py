@@ -24,8 +24,6 @@ from tunecompile.ir.op import Cost, Op, op, refuse_gpu
 from tunecompile.notes import Note, note
 from tunecompile.ops import channel_delta_rule, gated_delta_rule, selective_scan
 
-__all__ = ["PACKAGES", "RIVALS", "Rival", "by_package", "by_package_backward", "register"]
-
 
 @dataclass(frozen=True)
 class Rival:

@@ -19,8 +19,6 @@ from tunecompile._torch.fake_tensors import dispatch_mode
 from tunecompile.integrations.kernel_functions.meanings import MEANINGS, agrees
 from tunecompile.notes import Note, note
 
-__all__ = ["HOME", "Substitution", "behind", "is_own", "knows_documents", "substitute"]
-
 HOME = "transformers."  #: whose functions are known
 WRAPPER = "transformers.integrations.hub_kernels"  #: which calls a kernel that is installed
 

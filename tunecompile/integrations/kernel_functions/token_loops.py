@@ -27,8 +27,6 @@ from tunecompile._torch.cuda import attention_order
 from tunecompile.integrations.kernel_functions.substitute import knows_documents
 from tunecompile.notes import Note, note
 
-__all__ = ["TokenLoops", "codes_with_loops", "lines_counted"]
-
 SHORTEST = 8  #: tokens of a row, below which a count says nothing, and an unrolled loop is short
 _OTHERS = ("torch.", "peft.", "bitsandbytes.", "accelerate.", "deepspeed.", "tunecompile.")  #: whose modules have none
 _AT_ONCE = ("flash", "efficient", "math")  #: kernels of attention that nothing is compiled for: cuDNN's took 4 to 7 s

@@ -11,8 +11,6 @@ from typing import Any
 
 from tunecompile.errors import CannotQuantize, MissingExtra
 
-__all__ = ["packed_config"]
-
 METHODS = {"mxfp4": "tunecompile_mxfp4", "fp8": "tunecompile_fp8"}  #: of transformers' table of quantizers
 
 

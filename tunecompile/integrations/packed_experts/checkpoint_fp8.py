@@ -26,8 +26,6 @@ from tunecompile.integrations.packed_experts.formats import (
 from tunecompile.integrations.packed_experts.stacks import Dequantiser
 from tunecompile.ops.packed.mxfp4 import BLOCK
 
-__all__ = ["quantizer"]
-
 WEIGHT, SCALES = ".weight", "_scale_inv"  #: how checkpoints end the names of matrices, and of their scales
 
 

@@ -14,8 +14,6 @@ from tunecompile.integrations.packed_experts.quantize import stacks
 from tunecompile.integrations.packed_experts.stacks import packed_stacks
 from tunecompile.ops.packed.mxfp4 import BLOCK
 
-__all__ = ["quantizer"]
-
 ENDS = ("_blocks", "_scales")  #: what checkpoints put behind a stack's name
 
 

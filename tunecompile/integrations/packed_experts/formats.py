@@ -21,8 +21,6 @@ from tunecompile.integrations.packed_experts.stacks import Dequantiser
 from tunecompile.ops import dequantize_fp8_blocks, dequantize_mxfp4
 from tunecompile.ops.packed.mxfp4 import BLOCK
 
-__all__ = ["Fp8Stack", "Mxfp4Stack", "check_checkpoint", "loaded", "only", "place", "put"]
-
 
 class Mxfp4Stack(Dequantiser):
     """Codes [E, N, K / 2] of two a byte; values [E, N, K], or [E, K, N] where `turned`."""

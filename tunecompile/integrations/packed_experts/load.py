@@ -15,8 +15,6 @@ from torch import nn
 from tunecompile.errors import CannotQuantize, MissingExtra
 from tunecompile.integrations.packed_experts.quantize import BLOCK, is_stack, pack, refusal, stacks
 
-__all__ = ["nf4_config"]
-
 METHOD = "tunecompile_4bit"  #: of transformers' table of quantizers
 
 

@@ -17,8 +17,6 @@ from tunecompile.integrations.bitsandbytes import from_4_bits
 from tunecompile.integrations.packed_experts.quantize import BLOCK
 from tunecompile.integrations.packed_experts.stacks import Dequantiser
 
-__all__ = ["MetaStack4bit", "pack_on_meta"]
-
 OUTER = 256  #: scales that share one
 
 

@@ -13,8 +13,6 @@ from tunecompile.errors import CannotQuantize, MissingExtra
 from tunecompile.integrations.packed_experts.stacks import HOOK_MODULE, packed_stacks
 from tunecompile.ops.nf4 import CODES
 
-__all__ = ["BLOCK", "is_stack", "pack", "quantize_experts", "refusal", "stacks"]
-
 BLOCK = 64  #: weights that share a scale, as bitsandbytes' linears have it
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST = 2**31 - 1  #: elements that bitsandbytes' kernels count

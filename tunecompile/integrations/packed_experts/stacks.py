@@ -19,22 +19,6 @@ from torch.nn.utils import parametrize
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.integrations.bitsandbytes import from_4_bits, is_readable
 
-__all__ = [
-    "DEQUANTISES",
-    "HOOK_MODULE",
-    "Dequantiser",
-    "class_of",
-    "guards_of_all",
-    "is_partly_packed",
-    "is_plain",
-    "is_shard",
-    "packed_stacks",
-    "plain_copy",
-    "scales_of",
-    "set_dtype",
-    "unpacked",
-]
-
 DEQUANTISES = "Bnb4bitParametrization"  #: bitsandbytes' class
 HOOK_MODULE = "bitsandbytes.nn.parametrize"  #: where it is, with the hooks that go with it
 

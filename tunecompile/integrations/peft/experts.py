@@ -31,8 +31,6 @@ from tunecompile.integrations.packed_experts.stacks import (
 from tunecompile.notes import Note, note
 from tunecompile.ops.experts import adapted_stack
 
-__all__ = ["StandIn", "is_traced", "refusal", "take_off", "traced", "uncompiled"]
-
 _IMPLEMENTATION = "_experts_implementation"  #: of transformers' configs: how experts are multiplied
 WRAPPERS = "peft.tuners.lora.layer"  #: where PEFT has them, and the parametrisations that they make
 _OF_ANY_MODULE = frozenset(dir(nn.Module))

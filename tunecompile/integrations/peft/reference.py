@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["SwitchedOff"]
-
 _KINDS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 
 

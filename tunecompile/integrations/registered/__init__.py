@@ -12,8 +12,6 @@ and for models that are not optimized.
 from tunecompile.errors import MissingExtra
 from tunecompile.integrations.registered.names import NAME
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Register `tunecompile` as an implementation of attention and of experts in transformers.

@@ -19,8 +19,6 @@ from tunecompile.integrations.context_parallel import is_shared
 from tunecompile.ir.eager_call import by_provider
 from tunecompile.ops import varlen_attention
 
-__all__ = ["attention"]
-
 CHOSEN = ("indices", "block_indices")  #: keys that a model has chosen for each query, which no mask says
 
 

@@ -15,8 +15,6 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from tunecompile.ir.eager_call import by_provider
 from tunecompile.ops.experts import collect_rows, grouped_lora_linear, inverse_order, spread_rows
 
-__all__ = ["experts"]
-
 
 def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What the experts make of each token, weighted and summed.

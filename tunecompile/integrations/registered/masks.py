@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-__all__ = ["mask"]
-
 _by_name: dict[type, bool] = {}  #: whether models of a class of configs call attention by name
 
 

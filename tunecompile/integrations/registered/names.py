@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["NAME", "unregistered"]
-
 NAME = "tunecompile"
 
 

@@ -11,15 +11,3 @@ from tunecompile.integrations.trl.fused_head import (
     with_scores,
 )
 from tunecompile.integrations.trl.same_scores import same_scores
-
-__all__ = [
-    "OUTPUTS",
-    "ScoreCall",
-    "Scores",
-    "fused_head",
-    "home_of_forward",
-    "home_of_replacement",
-    "requests_scores",
-    "same_scores",
-    "with_scores",
-]

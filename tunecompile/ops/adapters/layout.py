@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["below", "extended_weight", "on_diagonal", "padded", "written_weight"]
-
 
 def padded(width: int) -> int:
     """Return `width` rounded up to 64: whole cache lines of half precision, as matrix products read them.

@@ -12,8 +12,6 @@ from tunecompile._torch import card
 from tunecompile.ir.op import has_triton, refuse_spills
 from tunecompile.ir.pretend_gpu import on_gpu
 
-__all__ = ["outer", "pieces", "project", "rounded_product"]
-
 _UPPER = -(1 << 16)  #: the bits of an fp32 number that are those of a bf16 one
 
 

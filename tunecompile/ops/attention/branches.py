@@ -21,8 +21,6 @@ from tunecompile.ops.attention.documents import (
     sinks_gradient,
 )
 
-__all__ = ["branch_attention", "branch_attention_backward", "refuse_branches"]
-
 
 def _scores(q, k, offsets, tree, places, scale, window, softcap) -> tuple[Tensor, Tensor | float]:
     """[H, N, N] in the dtype of the arithmetic, minus infinity where a query does not see a key; and their slope by

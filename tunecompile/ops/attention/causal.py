@@ -20,8 +20,6 @@ from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
 from tunecompile.notes import Note, note
 from tunecompile.ops.attention.documents import refuse_attention
 
-__all__ = ["causal_attention", "causal_attention_backward", "one_query_attention"]
-
 SCORES = 32 << 20  #: that are in memory at a time
 QUERIES = 1024  #: of a block: its last keys are half masked, and each block adds to the gradients of all keys before it
 ROWS = 256  #: of a product, below which it does not pay to have fewer scores in memory

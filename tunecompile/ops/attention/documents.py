@@ -13,17 +13,6 @@ from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
 
-__all__ = [
-    "attention_shapes",
-    "document_mask",
-    "join_sinks",
-    "refuse_attention",
-    "refuse_template",
-    "sinks_gradient",
-    "varlen_attention",
-    "varlen_attention_backward",
-]
-
 
 @op(cost=Cost.POINTWISE)
 def document_mask(

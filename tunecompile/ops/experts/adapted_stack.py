@@ -12,8 +12,6 @@ from torch import Tensor
 from tunecompile.ir.op import Cost, op
 from tunecompile.ops.experts.adapter_stacks import downs, split_downs, split_ups, ups
 
-__all__ = ["adapted_stack", "adapted_stack_backward"]
-
 
 def flops(weight, a, *_) -> int:
     """Count the products of all adapters: as much work as their rank makes of the weight."""

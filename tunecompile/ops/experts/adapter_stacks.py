@@ -9,8 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["downs", "split_downs", "split_ups", "ups"]
-
 NARROWEST = 16  #: columns of a tensor core's tile; torch's grouped products need rows of a multiple of 16 bytes
 
 

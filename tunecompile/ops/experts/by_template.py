@@ -13,8 +13,6 @@ from tunecompile.ops.experts.adapter_stacks import downs, padded_rank, split_dow
 from tunecompile.ops.experts.products import BY_TORCH, LOOPED, bias_gradient, refuse_grouped
 from tunecompile.ops.experts.rows import spread
 
-__all__ = ["backward", "forward", "refuse", "refuse_plain"]
-
 WIDEST = 256  #: the largest rank of all adapters together for which their gradients fit in registers
 
 

@@ -16,8 +16,6 @@ from tunecompile.ops.experts import by_template
 from tunecompile.ops.experts.grouped_linear import grouped_lora_linear, grouped_lora_linear_backward
 from tunecompile.ops.experts.rows import collected, spread
 
-__all__ = ["gathered_lora_linear", "gathered_lora_linear_backward", "sum_rows"]
-
 
 def forward_flops(x, order, choices, weight, *_) -> int:
     """Count one matrix a row; adapters are left out."""

@@ -20,8 +20,6 @@ from tunecompile.ops.experts.products import (
     zeroed_behind,
 )
 
-__all__ = ["grouped_lora_linear", "grouped_lora_linear_backward"]
-
 
 def forward_flops(x, weight, *_) -> int:
     """Count one matrix a row; adapters are left out."""

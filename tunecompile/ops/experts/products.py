@@ -17,19 +17,6 @@ from tunecompile.ir.op import Cost, has_triton, op
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.notes import Note, note
 
-__all__ = [
-    "BY_TORCH",
-    "LOOPED",
-    "Products",
-    "bias_gradient",
-    "biases_of_rows",
-    "expert_outer",
-    "expert_rows",
-    "inside",
-    "refuse_grouped",
-    "zeroed_behind",
-]
-
 
 @dataclass(frozen=True)
 class Products:

@@ -8,16 +8,6 @@ from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
 
-__all__ = [
-    "collect_rows",
-    "collect_rows_backward",
-    "collected",
-    "inverse_order",
-    "spread",
-    "spread_rows",
-    "spread_rows_backward",
-]
-
 
 def spread(x: Tensor, order: Tensor | None, choices: int) -> Tensor:
     """Row order[s] // choices of x for each s; x itself without an order."""

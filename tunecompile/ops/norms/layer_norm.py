@@ -8,8 +8,6 @@ from torch import Tensor
 from tunecompile.ir.op import Cost, op
 from tunecompile.ops.norms.rms_norm import compute_dtype, refuse_norm
 
-__all__ = ["add_layer_norm", "add_layer_norm_backward", "layer_norm", "layer_norm_backward", "standardize"]
-
 
 @op(cost=Cost.POINTWISE)
 def layer_norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, dtype: torch.dtype) -> Tensor:

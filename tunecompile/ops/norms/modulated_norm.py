@@ -8,8 +8,6 @@ from tunecompile.notes import Note, note
 from tunecompile.ops.norms.layer_norm import standardize
 from tunecompile.ops.norms.rms_norm import compute_dtype, refuse_norm
 
-__all__ = ["add_modulated_norm", "add_modulated_norm_backward", "modulated_norm", "modulated_norm_backward"]
-
 
 @op(cost=Cost.POINTWISE)
 def modulated_norm(

@@ -7,8 +7,6 @@ from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.shape_rule_cache import are_contiguous, contiguous_like
 from tunecompile.notes import Note, note
 
-__all__ = ["add_rms_norm", "add_rms_norm_backward", "compute_dtype", "refuse_norm", "rms_norm", "rms_norm_backward"]
-
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of element-wise arithmetic.

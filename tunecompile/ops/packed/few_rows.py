@@ -14,8 +14,6 @@ from tunecompile.ops.frozen_weights import PackedWeights
 from tunecompile.ops.nf4 import dequantize_4bit
 from tunecompile.templates.few_rows.limits import MAX_RANKS, MAX_ROWS, SIBLINGS, STEP, TILE
 
-__all__ = ["BECAUSE", "linear_4bit", "product", "refuse"]
-
 BECAUSE = "few rows: 4-bit weights are unpacked in registers, and never written"
 
 

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
 
-__all__ = ["dequantize_fp8_blocks"]
-
 NAN = 0x7F  #: the code of no number, without its sign
 HALF_BIAS = 256.0  #: 2 ^ (15 - 7): what the exponents of fp16 and E4M3 have as their zero
 

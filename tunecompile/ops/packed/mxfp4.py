@@ -8,8 +8,6 @@ from torch import Tensor
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
 
-__all__ = ["BLOCK", "LEVELS", "dequantize_mxfp4"]
-
 BLOCK = 32  #: weights that share a scale
 #: the sixteen levels, by code: 1 sign, 2 exponent and 1 mantissa bits
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

@@ -10,8 +10,6 @@ from torch import Tensor
 from tunecompile.ir.op import Cost, op
 from tunecompile.ops.norms import compute_dtype
 
-__all__ = ["branch_rows", "branch_rows_backward", "first_copies", "first_copies_backward"]
-
 
 def _taken(x: Tensor, index: Tensor) -> Tensor:
     """x [1, N, ...] at these places, [1, *index.shape, ...]; 0 where one is negative."""

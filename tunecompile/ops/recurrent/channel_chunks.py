@@ -18,8 +18,6 @@ from torch import Tensor
 
 from tunecompile.ops.recurrent.delta_chunks import CHUNK, Chunks, seen
 
-__all__ = ["BLOCK", "ChannelChunks"]
-
 BLOCK = 16  #: tokens: products inside a block take memory for each pair and channel
 
 

@@ -22,11 +22,6 @@ from tunecompile.ops.recurrent.delta_chunks import (
 )
 from tunecompile.ops.recurrent.gated_delta_rule import documents_in, refuse
 
-__all__ = [
-    "channel_delta_rule",
-    "channel_delta_rule_backward",
-]
-
 AT_ONCE = 1 << 26  #: elements of the largest intermediate value: heads are computed in groups
 
 

@@ -25,19 +25,6 @@ from torch import Tensor
 from tunecompile.ops.norms import compute_dtype
 from tunecompile.ops.recurrent.documents import document_of
 
-__all__ = [
-    "CHUNK",
-    "Chunks",
-    "Unit",
-    "backward_flops",
-    "chunks_of",
-    "forward_flops",
-    "in_chunks",
-    "out_of_chunks",
-    "seen",
-    "unit",
-]
-
 CHUNK = 64  #: tokens; states are as many as chunks, and products inside a chunk grow by its size
 _Made = TypeVar("_Made")
 

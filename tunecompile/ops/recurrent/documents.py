@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["document_of"]
-
 
 def document_of(offsets: Tensor, tokens: int) -> Tensor:
     """Return the number of each token's document: int64 [tokens], in increasing order.

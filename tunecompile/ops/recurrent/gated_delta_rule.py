@@ -23,15 +23,6 @@ from tunecompile.ops.recurrent.delta_chunks import (
 )
 from tunecompile.ops.recurrent.documents import document_of
 
-__all__ = [
-    "delta_chunks",
-    "delta_chunks_backward",
-    "documents_in",
-    "gated_delta_rule",
-    "gated_delta_rule_backward",
-    "refuse",
-]
-
 LONGEST_KEY = 256  #: of the template, which holds columns of the state in registers
 
 

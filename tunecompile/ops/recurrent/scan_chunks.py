@@ -17,8 +17,6 @@ from torch import Tensor
 
 from tunecompile.ops.recurrent.documents import document_of
 
-__all__ = ["CHUNK", "ScanChunks", "kept_at"]
-
 CHUNK = 64  #: tokens
 
 

@@ -15,8 +15,6 @@ from tunecompile.ops.norms import compute_dtype
 from tunecompile.ops.recurrent.gated_delta_rule import documents_in
 from tunecompile.ops.recurrent.scan_chunks import CHUNK, ScanChunks, in_chunks, kept_at
 
-__all__ = ["selective_scan", "selective_scan_backward"]
-
 MOST_STATES = 64  #: of a channel, which the template holds in registers
 AT_ONCE = 1 << 26  #: states of tokens that are held at once: channels are computed in groups
 

@@ -11,8 +11,6 @@ from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.ops.norms import compute_dtype
 from tunecompile.ops.recurrent.documents import document_of
 
-__all__ = ["short_convolution", "short_convolution_backward"]
-
 
 def _back(x: Tensor, steps: int, documents: Tensor | None) -> Tensor:
     """The value `steps` tokens before each token: 0 outside of its document."""

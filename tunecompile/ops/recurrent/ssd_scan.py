@@ -10,8 +10,6 @@ from tunecompile.notes import Note
 from tunecompile.ops.recurrent.delta_chunks import CHUNK
 from tunecompile.ops.recurrent.gated_delta_rule import delta_chunks, delta_chunks_backward, documents_in, refuse
 
-__all__ = ["ssd_scan", "ssd_scan_backward"]
-
 
 def forward_flops(c, b, x, *_: Any) -> int:
     """Count the products of a chunk: two between its tokens, and two with the state."""

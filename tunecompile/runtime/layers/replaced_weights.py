@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from tunecompile._torch.fake_tensors import wraps_tensors
 
-__all__ = ["given_views_of_replaced"]
-
 
 def given_views_of_replaced(compiled: Callable) -> Callable:
     """Return `compiled`, a piece of a layer, which is given views of its weights where their memory is replaced.

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from tunecompile.runtime.watch.late_tensor import LateTensor
 
-__all__ = ["UnreadWeights", "are_unread", "unread"]
-
 REQUEST = "output_attentions"  #: the argument by which a caller requests weights
 
 

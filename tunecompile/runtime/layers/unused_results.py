@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 from tunecompile.ir.canonicalize import value
 from tunecompile.runtime.watch.module_watch import not_on_modules
 
-__all__ = ["without_gradients_of_unused"]
-
 _COMPILED = "CompiledFunctionBackward"  #: AOTAutograd's node
 
 

@@ -45,13 +45,7 @@ from tunecompile.runtime.compile_limits import Bound, CompileEffort, History, un
 from tunecompile.runtime.layers.replaced_weights import given_views_of_replaced
 from tunecompile.runtime.layers.unused_results import without_gradients_of_unused
 from tunecompile.runtime.step.rows_refused import RowsRefused, refusing
-from tunecompile.runtime.unpad.flat_batch import (
-    BOUNDS_BESIDE,
-    IMAGE_BOUNDS,
-    LONGEST_IMAGE,
-    OFFSETS,
-    is_filled_up,
-)
+from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, IMAGE_BOUNDS, LONGEST_IMAGE, OFFSETS, is_filled_up
 from tunecompile.runtime.unpad.image_bounds import without_bounds
 from tunecompile.runtime.unpad.traced_mask import with_document_mask
 from tunecompile.runtime.watch.traced_graph import TracedGraph, also_watching, meet

@@ -6,7 +6,5 @@ each row (`log_probs`). A loss, or the log-probability of each token, turns the 
 one op that never holds all logits (`losses`). Any other use computes the logits as if nothing had been deferred. A
 request for the gradient at the logits is met, or refused with a reason (`gradients`)."""
 
-from tunecompile.runtime.loss_head import gradients, log_probs, losses  # noqa: F401  they register handlers
+from tunecompile.runtime.loss_head import gradients, log_probs, losses
 from tunecompile.runtime.loss_head.slot import Head, HeadSlot
-
-__all__ = ["Head", "HeadSlot"]

@@ -34,12 +34,7 @@ from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import describe_plan
 from tunecompile.runtime.memory.across_ranks import RankPlans
 from tunecompile.runtime.memory.budget import RuntimePlanner
-from tunecompile.runtime.memory.recompute_call import (
-    NewGraph,
-    NotExact,
-    RecomputeCall,
-    RepeatableLayer,
-)
+from tunecompile.runtime.memory.recompute_call import NewGraph, NotExact, RecomputeCall, RepeatableLayer
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 from tunecompile.runtime.watch.traced_graph import TracedGraph, also_watching
 

@@ -19,12 +19,7 @@ from tunecompile.planner.datasheets import rates_of
 from tunecompile.planner.device_memory import MARGIN, shown
 from tunecompile.planner.hardware import Rates
 from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, RECOMPUTE, Plan, PlanOption
-from tunecompile.planner.step_plan import (
-    AdmittedPlan,
-    RegionCandidates,
-    StepRequest,
-    solve_from_here,
-)
+from tunecompile.planner.step_plan import AdmittedPlan, RegionCandidates, StepRequest, solve_from_here
 from tunecompile.runtime.memory.accounting import MemoryAccounting, PlannedLayer, compute_dtype
 from tunecompile.runtime.memory.progress import Progress
 from tunecompile.runtime.memory.timeline_trace import MemoryTrace

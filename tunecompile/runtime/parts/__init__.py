@@ -34,24 +34,3 @@ PARTS = (
     Rollouts,
     StepTelemetry,
 )
-
-__all__ = [
-    "PARTS",
-    "Checkpointing",
-    "FirstStepCheck",
-    "FusedHead",
-    "GrowingSegments",
-    "HostEmbedding",
-    "KernelFunctions",
-    "Layers",
-    "LossHead",
-    "MemoryBudget",
-    "OomRecovery",
-    "PaddingRemoval",
-    "ParametrizedModules",
-    "PeftFunctions",
-    "QuantizedLinears",
-    "Replicas",
-    "Rollouts",
-    "StepTelemetry",
-]

@@ -13,8 +13,6 @@ import torch
 
 from tunecompile._torch.autograd import in_backward
 
-__all__ = ["of_thread"]
-
 T = TypeVar("T")
 
 

@@ -9,17 +9,7 @@ from torch import Tensor
 
 from tunecompile.ops import document_mask
 from tunecompile.runtime.unpad.documents import BOTH_WAYS
-from tunecompile.runtime.unpad.flat_batch import (
-    ADDED,
-    LONGEST,
-    MASKS,
-    OFFSETS,
-    PLACES,
-    ROW_OFFSETS,
-    ROWS,
-    TREE,
-    WINDOW,
-)
+from tunecompile.runtime.unpad.flat_batch import ADDED, LONGEST, MASKS, OFFSETS, PLACES, ROW_OFFSETS, ROWS, TREE, WINDOW
 
 _OURS = (OFFSETS, LONGEST, WINDOW, MASKS, ADDED, TREE, PLACES, ROW_OFFSETS, *ROWS)
 
