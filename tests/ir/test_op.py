@@ -1,6 +1,7 @@
 """What torch is told of an op."""
 
 import types
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -133,6 +134,23 @@ def test_a_backward_takes_the_gradients_and_what_is_saved():
     with pytest.raises(InvalidOp, match=r"takes \('y',\) behind 1 incoming gradients, but saves=\('x',\)"):
         op_test_scaled.backward(saves=("x",), gives=("x",))(op_test_wrong_backward)
     assert op_test_scaled.backward_op is None
+
+
+@op(cost=Cost.MATMUL)
+def op_test_plain(x: Tensor, more: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    return x * scale, x * 1
+
+
+@op_test_plain.backward(gives=("x",))
+def op_test_plain_backward(grad, x, more, scale, out1):
+    return [grad * scale]
+
+
+def test_a_backward_saves_its_parameters_which_have_the_types_of_the_ops():
+    assert op_test_plain.formula.saves == ("x", "more", "scale", "out1")
+    schema = op_test_plain.backward_op.overload._schema
+    assert [str(each.type) for each in schema.arguments] == ["Tensor", "Tensor", "List[Tensor]", "float", "Tensor"]
+    assert [str(each.type) for each in schema.returns] == ["List[Tensor]"]
 
 
 def on_a_gpu(dtype=torch.float16):

@@ -4,8 +4,8 @@
     def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
 
-    @swiglu.backward(saves=("gate", "up"), gives=("gate", "up"))
-    def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> list[Tensor]: ...
+    @swiglu.backward(gives=("gate", "up"))
+    def swiglu_backward(grad, gate, up): ...
 
     @swiglu.provider("triton", refuses=lambda gate: None if gate.is_cuda else "not on a GPU")
     def _(gate, up): ...
@@ -28,9 +28,9 @@ before the joint graph, and could no longer be planned there.)
 
 # Its backward
 
-The backward is an op, too. Its parameters are the incoming gradients, then the values that `saves` names. Only the
-first `outputs` outputs of the op are differentiable; the others (a logsumexp, LoRA's inner product) exist to be
-saved, and `saves` names them `out1`, `out2`, ...
+The backward is an op, too. Its parameters are the incoming gradients, then the values that it saves: the op's inputs
+by their names, whose types they have, and its outputs as `out0`, `out1`, ... Only the first `outputs` outputs of the
+op are differentiable; the others (a logsumexp, LoRA's inner product) exist to be saved.
 
 It returns a list: one gradient for each name in `gives`, in that order, also for an input that is None; for an input of
 type `Sequence[Tensor]`, one for each member. A gradient has the shape and dtype of its input. The backward computes all
@@ -235,7 +235,8 @@ class Op:
 
     def backward(
         self,
-        saves: Sequence[str],
+        saves: Sequence[str] | None = None,
+        *,
         gives: Sequence[str | tuple[str, ...]],
         outputs: int = 1,
         cost: Cost | None = None,
@@ -249,8 +250,8 @@ class Op:
         The backward has no derivative: a double backward raises `tunecompile.errors.NoSecondDerivative`.
 
         Args:
-            saves: names of inputs of the op, or `out0`, `out1`, ... for its outputs. The function's parameters after
-                the gradients have the same names, in this order.
+            saves: names of the function's parameters after the gradients: inputs of the op, or `out0`, `out1`, ... for
+                its outputs. None: as the function has them.
             gives: names of inputs that get a gradient. An input of type `Sequence[Tensor]` gets one for each member;
                 inputs in a tuple share one gradient.
             outputs: how many of the op's outputs, counted from the first, are differentiable: as many gradients come
@@ -263,25 +264,30 @@ class Op:
                 What autocast has cast to fp32 behind the op is then read as it was.
 
         Returns:
-            A decorator that makes the function an `Op`, which also becomes this op's `backward_op`.
+            A decorator that makes the function an `Op`, which also becomes this op's `backward_op`. Parameters without
+            an annotation have the types of this op's of the same names; gradients and outputs are tensors.
 
         Raises:
             InvalidOp: the function's parameters are not the gradients and `saves`, or its name is taken.
         """
 
         def register(fn: Callable) -> Op:
-            made = op(cost=cost or self.cost, flops=flops, opaque=opaque, shapes=shapes)(fn)
-            if made.parameters[outputs:] != tuple(saves):
+            names = tuple(inspect.signature(fn).parameters)
+            saved = names[outputs:]
+            if saves is not None and tuple(saves) != saved:
                 raise InvalidOp(
                     name=self.name,
-                    reason=f"its backward takes {made.parameters[outputs:]} behind {outputs} incoming gradients, "
-                    f"but saves={tuple(saves)}",
+                    reason=f"its backward takes {saved} behind {outputs} incoming gradients, but saves={tuple(saves)}",
                 )
+            types = inspect.get_annotations(self.reference, eval_str=True)
+            known = {name: types.get(name, torch.Tensor) for name in names} | {"return": list[torch.Tensor]}
+            fn.__annotations__ = known | fn.__annotations__
+            made = op(cost=cost or self.cost, flops=flops, opaque=opaque, shapes=shapes)(fn)
             made.widens = made.parameters[:outputs] if widens else ()
             self.backward_op = made
             shared = tuple((g,) if isinstance(g, str) else tuple(g) for g in gives)
             refuse_second_derivative(_library, made.name)
-            self.formula = Formula(self.parameters, made, tuple(saves), shared, outputs)
+            self.formula = Formula(self.parameters, made, saved, shared, outputs)
             register_formula(_library, self.name, self.formula)
             return made
 

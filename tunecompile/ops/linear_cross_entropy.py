@@ -356,23 +356,9 @@ STATISTICS = {
 }
 
 
-@linear_cross_entropy.backward(
-    saves=("hidden", "weight", "bias", "inner", "outer", "out1", "out2", "out3", "out4", "out5"),
-    gives=("hidden", "weight", "bias", "inner", "outer"),
-    cost=Cost.POINTWISE,
-)
+@linear_cross_entropy.backward(gives=("hidden", "weight", "bias", "inner", "outer"), cost=Cost.POINTWISE)
 def linear_cross_entropy_backward(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    inner: Optional[Tensor],
-    outer: Optional[Tensor],
-    out1: Tensor,
-    out2: Tensor,
-    out3: Tensor,
-    out4: Tensor,
-    out5: Tensor,
+    grad, hidden, weight, bias, inner, outer, out1, out2, out3, out4, out5
 ) -> list[Tensor]:
     """Return the gradients of `linear_cross_entropy`: those that its forward pass computed, times d(loss).
 

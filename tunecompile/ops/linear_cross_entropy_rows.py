@@ -98,40 +98,22 @@ def score_rows(
     return losses, dhidden, values
 
 
-@linear_cross_entropy_rows.backward(
-    saves=(
-        "hidden",
-        "weight",
-        "bias",
-        "inner",
-        "outer",
-        "labels",
-        "scale",
-        "softcap",
-        "ignore_index",
-        "label_smoothing",
-        "train_hidden",
-        "train_weight",
-        "out1",
-    ),
-    gives=("hidden", "weight", "bias", "inner", "outer"),
-    opaque=True,
-)
+@linear_cross_entropy_rows.backward(gives=("hidden", "weight", "bias", "inner", "outer"), opaque=True)
 def linear_cross_entropy_rows_backward(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    inner: Optional[Tensor],
-    outer: Optional[Tensor],
-    labels: Tensor,
-    scale: float,
-    softcap: float,
-    ignore_index: int,
-    label_smoothing: float,
-    train_hidden: bool,
-    train_weight: bool,
-    out1: Tensor,
+    grad,
+    hidden,
+    weight,
+    bias,
+    inner,
+    outer,
+    labels,
+    scale,
+    softcap,
+    ignore_index,
+    label_smoothing,
+    train_hidden,
+    train_weight,
+    out1,
 ) -> list[Tensor]:
     """Return the gradients of `linear_cross_entropy_rows`.
 

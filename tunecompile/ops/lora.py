@@ -168,23 +168,11 @@ def with_xa(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: tor
 
 
 @lora_linear.backward(
-    saves=("x", "inputs", "weights", "biases", "a", "b", "scales", "dtype", "out1"),
     gives=("x", "inputs", "biases", "a", "b"),
     flops=backward_flops,
     shapes=lambda grad, x, inputs, weights, biases, a, b, *_: backward_shapes(x, inputs, biases, a, b),
 )
-def lora_linear_backward(
-    grad: Tensor,
-    x: Tensor,
-    inputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    dtype: torch.dtype,
-    out1: Tensor,
-) -> list[Tensor]:
+def lora_linear_backward(grad, x, inputs, weights, biases, a, b, scales, dtype, out1) -> list[Tensor]:
     """Return the gradients of `lora_linear`; dY B and XA stay in `dtype` for dA and dB.
 
     Args:

@@ -242,32 +242,27 @@ def _forward_in(eight: EightBits) -> None:
         return y, gate_up.reshape(*lead, -1), xa, xa_down
 
 
-@lora_mlp.backward(
-    saves=(*lora_mlp.parameters, "out1", "out2", "out3"),
-    gives=("x", "biases", "a", "b"),
-    flops=backward_flops,
-    shapes=_backward_shapes,
-)
+@lora_mlp.backward(gives=("x", "biases", "a", "b"), flops=backward_flops, shapes=_backward_shapes)
 def lora_mlp_backward(
-    grad: Tensor,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    packed: Sequence[Tensor],
-    absmax: Sequence[Tensor],
-    code: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    offset: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    rows: Sequence[int],
-    blocksize: int,
-    quant_type: str,
-    activation: str,
-    out1: Tensor,
-    out2: Tensor,
-    out3: Tensor,
+    grad,
+    x,
+    weights,
+    packed,
+    absmax,
+    code,
+    scale,
+    offset,
+    biases,
+    a,
+    b,
+    scales,
+    rows,
+    blocksize,
+    quant_type,
+    activation,
+    out1,
+    out2,
+    out3,
 ) -> list[Tensor]:
     """Return the gradients of `lora_mlp`; the activation is recomputed from gate_up.
 

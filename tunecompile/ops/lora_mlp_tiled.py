@@ -125,29 +125,25 @@ def _room(like: Tensor, cut: Sequence[slice], width: int) -> Tensor:
     return torch.empty((cut[-1].stop - cut[-1].start, width), dtype=like.dtype, device=like.device)
 
 
-@lora_mlp_tiled.backward(
-    saves=lora_mlp_tiled.parameters,
-    gives=("x", "biases", "a", "b"),
-    flops=backward_flops,
-)
+@lora_mlp_tiled.backward(gives=("x", "biases", "a", "b"), flops=backward_flops)
 def lora_mlp_tiled_backward(
-    grad: Tensor,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    packed: Sequence[Tensor],
-    absmax: Sequence[Tensor],
-    code: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    offset: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    rows: Sequence[int],
-    blocksize: int,
-    quant_type: str,
-    activation: str,
-    tiles: int,
+    grad,
+    x,
+    weights,
+    packed,
+    absmax,
+    code,
+    scale,
+    offset,
+    biases,
+    a,
+    b,
+    scales,
+    rows,
+    blocksize,
+    quant_type,
+    activation,
+    tiles,
 ) -> list[Tensor]:
     """Return the gradients of `lora_mlp_tiled`; each tile's gate|up is recomputed.
 

@@ -149,30 +149,9 @@ def backward_flops(grad, x, inputs, packed, *_) -> int:
     return 4 * (grad.numel() // grad.shape[-1]) * sum(p.numel() for p in packed)
 
 
-@lora_linear_nf4.backward(
-    saves=(*lora_linear_nf4.parameters, "out1"),
-    gives=("x", "inputs", "biases", "a", "b"),
-    flops=backward_flops,
-    shapes=_backward_shapes,
-)
+@lora_linear_nf4.backward(gives=("x", "inputs", "biases", "a", "b"), flops=backward_flops, shapes=_backward_shapes)
 def lora_linear_nf4_backward(
-    grad: Tensor,
-    x: Tensor,
-    inputs: Sequence[Tensor],
-    packed: Sequence[Tensor],
-    absmax: Sequence[Tensor],
-    code: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    offset: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    dtype: torch.dtype,
-    rows: Sequence[int],
-    blocksize: int,
-    quant_type: str,
-    out1: Tensor,
+    grad, x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type, out1
 ) -> list[Tensor]:
     """Return the gradients of `lora_linear_nf4`; the weights are dequantised a second time.
 

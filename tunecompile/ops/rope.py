@@ -60,8 +60,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return (x * cos + turn(x, interleaved) * sin).to(dtype)
 
 
-@rope.backward(saves=("x", "cos", "sin", "interleaved"), gives=("x",))
-def rope_backward(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> list[Tensor]:
+@rope.backward(gives=("x",))
+def rope_backward(grad, x, cos, sin, interleaved) -> list[Tensor]:
     """The gradient of `rope`: the transposed rotation.
 
     Args:

@@ -54,11 +54,10 @@ def activated(x: Tensor, activation: str) -> Tensor:
 
 
 @gated_activation.backward(
-    saves=("gate", "up", "activation"),
     gives=("gate", "up"),
     shapes=lambda grad, gate, up, _: contiguous_like(gate, up) if are_contiguous(grad, gate, up) else None,
 )
-def gated_activation_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> list[Tensor]:
+def gated_activation_backward(grad, gate, up, activation) -> list[Tensor]:
     """The gradients of `gated_activation`; the activation is recomputed.
 
     Args:
@@ -128,8 +127,8 @@ def weighted_gate(gate: Tensor, up: Tensor, weights: Tensor, activation: str) ->
     return (gated_activation.reference(wide, up, activation) * weights).to(gate.dtype)
 
 
-@weighted_gate.backward(saves=("gate", "up", "weights", "activation"), gives=("gate", "up", "weights"))
-def weighted_gate_backward(grad: Tensor, gate: Tensor, up: Tensor, weights: Tensor, activation: str) -> list[Tensor]:
+@weighted_gate.backward(gives=("gate", "up", "weights"))
+def weighted_gate_backward(grad, gate, up, weights, activation) -> list[Tensor]:
     """The gradients of `weighted_gate`; the activation is recomputed.
 
     Args:
@@ -172,8 +171,8 @@ def clamped_gate(both: Tensor, alpha: float, limit: float) -> Tensor:
     return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(both.dtype)
 
 
-@clamped_gate.backward(saves=("both", "alpha", "limit"), gives=("both",))
-def clamped_gate_backward(grad: Tensor, both: Tensor, alpha: float, limit: float) -> list[Tensor]:
+@clamped_gate.backward(gives=("both",))
+def clamped_gate_backward(grad, both, alpha, limit) -> list[Tensor]:
     """The gradient of `clamped_gate`; clamped values get none, and those that equal a limit what torch's `clamp` gives.
 
     Args:

@@ -94,29 +94,9 @@ def branch_attention(
     return out.transpose(0, 1).to(q.dtype).contiguous(), logsumexp
 
 
-@branch_attention.backward(
-    saves=(
-        *("q", "k", "v", "offsets", "longest", "tree", "places", "scale", "window", "sinks", "softcap"),
-        *("out0", "out1"),
-    ),
-    gives=("q", "k", "v", "sinks"),
-    shapes=_backward_shapes,
-)
+@branch_attention.backward(gives=("q", "k", "v", "sinks"), shapes=_backward_shapes)
 def branch_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    tree: Tensor,
-    places: Tensor,
-    scale: float,
-    window: int,
-    sinks: Optional[Tensor],
-    softcap: float,
-    out0: Tensor,
-    out1: Tensor,
+    grad, q, k, v, offsets, longest, tree, places, scale, window, sinks, softcap, out0, out1
 ) -> list[Tensor]:
     """Return the gradients of `branch_attention`; probabilities are recomputed from the logsumexp (arXiv:2205.14135).
 

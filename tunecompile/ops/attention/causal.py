@@ -80,12 +80,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Ten
     return _narrow((scores - logsumexp[..., None]).exp() @ _of_each(v, q), q), logsumexp
 
 
-@causal_attention.backward(
-    saves=("q", "k", "v", "scale", "out0", "out1"), gives=("q", "k", "v"), shapes=_backward_shapes
-)
-def causal_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, out0: Tensor, out1: Tensor
-) -> list[Tensor]:
+@causal_attention.backward(gives=("q", "k", "v"), shapes=_backward_shapes)
+def causal_attention_backward(grad, q, k, v, scale, out0, out1) -> list[Tensor]:
     """Return the gradients of `causal_attention`; probabilities are recomputed from the logsumexp (arXiv:2205.14135).
 
     Args:

@@ -50,17 +50,8 @@ def adapted_stack(
     return torch.baddbmm(weight.to(wide), left.transpose(1, 2), right).to(weight.dtype)
 
 
-@adapted_stack.backward(
-    saves=("weight", "a", "b", "scales", "transposed"), gives=("weight", "a", "b"), flops=backward_flops
-)
-def adapted_stack_backward(
-    grad: Tensor,
-    weight: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    transposed: bool,
-) -> list[Tensor]:
+@adapted_stack.backward(gives=("weight", "a", "b"), flops=backward_flops)
+def adapted_stack_backward(grad, weight, a, b, scales, transposed) -> list[Tensor]:
     """Return the gradients of `adapted_stack`.
 
     Args:

@@ -94,23 +94,8 @@ def _(x, weight, offsets, a, b, scales, transposed, bias):
     return _forward(BY_TORCH, x.contiguous(), weight, offsets, a, b, scales, transposed, bias)
 
 
-@grouped_lora_linear.backward(
-    saves=("x", "weight", "offsets", "a", "b", "scales", "transposed", "bias", "out1"),
-    gives=("x", "weight", "a", "b", "bias"),
-    flops=backward_flops,
-)
-def grouped_lora_linear_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    offsets: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    transposed: bool,
-    bias: Optional[Tensor],
-    out1: Tensor,
-) -> list[Tensor]:
+@grouped_lora_linear.backward(gives=("x", "weight", "a", "b", "bias"), flops=backward_flops)
+def grouped_lora_linear_backward(grad, x, weight, offsets, a, b, scales, transposed, bias, out1) -> list[Tensor]:
     """Return the gradients of `grouped_lora_linear`; those of experts without rows are exactly 0.
 
     Args:

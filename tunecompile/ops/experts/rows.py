@@ -41,8 +41,8 @@ def spread_rows(x: Tensor, order: Tensor, places: Tensor, choices: int) -> Tenso
     return spread(x, order, choices)
 
 
-@spread_rows.backward(saves=("order", "places", "choices"), gives=("x",))
-def spread_rows_backward(grad: Tensor, order: Tensor, places: Tensor, choices: int) -> list[Tensor]:
+@spread_rows.backward(gives=("x",))
+def spread_rows_backward(grad, order, places, choices) -> list[Tensor]:
     """Return the gradient of `spread_rows`: a token's rows, summed in the order of its choices.
 
     Args:
@@ -70,8 +70,8 @@ def collect_rows(y: Tensor, order: Tensor, places: Tensor, choices: int) -> Tens
     return collected(y, places, choices, y.dtype)
 
 
-@collect_rows.backward(saves=("order", "places", "choices"), gives=("y",))
-def collect_rows_backward(grad: Tensor, order: Tensor, places: Tensor, choices: int) -> list[Tensor]:
+@collect_rows.backward(gives=("y",))
+def collect_rows_backward(grad, order, places, choices) -> list[Tensor]:
     """Return the gradient of `collect_rows`: a token's, for each of its rows.
 
     Args:

@@ -29,10 +29,8 @@ def layer_norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps:
     return made.to(dtype)
 
 
-@layer_norm.backward(saves=("x", "weight", "bias", "eps"), gives=("x", "weight", "bias"), widens=True)
-def layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
-) -> list[Tensor]:
+@layer_norm.backward(gives=("x", "weight", "bias"), widens=True)
+def layer_norm_backward(grad, x, weight, bias, eps) -> list[Tensor]:
     """The gradients of `layer_norm`. Mean and variance are recomputed, which is cheaper than reading saved ones.
 
     Args:
@@ -87,12 +85,8 @@ def add_layer_norm(
     return layer_norm.reference(total, weight, bias, eps, dtype), total
 
 
-@add_layer_norm.backward(
-    saves=("out1", "weight", "bias", "eps"), gives=(("x", "residual"), "weight", "bias"), outputs=2, widens=True
-)
-def add_layer_norm_backward(
-    grad: Tensor, grad_total: Tensor, out1: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float
-) -> list[Tensor]:
+@add_layer_norm.backward(gives=(("x", "residual"), "weight", "bias"), outputs=2, widens=True)
+def add_layer_norm_backward(grad, grad_total, out1, weight, bias, eps) -> list[Tensor]:
     """The gradients of `add_layer_norm`: those of the norm and of the residual path are added before rounding.
 
     Args:

@@ -31,12 +31,8 @@ def modulated_norm(
     return (made * (offset + scale.to(made.dtype)) + shift.to(made.dtype)).to(dtype)
 
 
-@modulated_norm.backward(
-    saves=("x", "scale", "shift", "eps", "offset", "centred"), gives=("x", "scale", "shift"), widens=True
-)
-def modulated_norm_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, centred: bool
-) -> list[Tensor]:
+@modulated_norm.backward(gives=("x", "scale", "shift"), widens=True)
+def modulated_norm_backward(grad, x, scale, shift, eps, offset, centred) -> list[Tensor]:
     """The gradients of `modulated_norm`. Statistics are recomputed, which is cheaper than reading saved ones.
 
     Args:
@@ -102,22 +98,8 @@ def add_modulated_norm(
     return modulated_norm.reference(total, scale, shift, eps, offset, centred, dtype), total
 
 
-@add_modulated_norm.backward(
-    saves=("out1", "scale", "shift", "eps", "offset", "centred"),
-    gives=(("x", "residual"), "scale", "shift"),
-    outputs=2,
-    widens=True,
-)
-def add_modulated_norm_backward(
-    grad: Tensor,
-    grad_total: Tensor,
-    out1: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    eps: float,
-    offset: float,
-    centred: bool,
-) -> list[Tensor]:
+@add_modulated_norm.backward(gives=(("x", "residual"), "scale", "shift"), outputs=2, widens=True)
+def add_modulated_norm_backward(grad, grad_total, out1, scale, shift, eps, offset, centred) -> list[Tensor]:
     """The gradients of `add_modulated_norm`: those of the norm and of the residual path are added before rounding.
 
     Args:

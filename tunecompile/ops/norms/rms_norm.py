@@ -51,12 +51,8 @@ def _backward_shapes(grad: Tensor, x: Tensor, weight: Tensor, *_: object) -> lis
     return contiguous_like(x, weight) if are_contiguous(grad, x) else None
 
 
-@rms_norm.backward(
-    saves=("x", "weight", "eps", "offset", "round_first"), gives=("x", "weight"), shapes=_backward_shapes, widens=True
-)
-def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
-) -> list[Tensor]:
+@rms_norm.backward(gives=("x", "weight"), shapes=_backward_shapes, widens=True)
+def rms_norm_backward(grad, x, weight, eps, offset, round_first) -> list[Tensor]:
     """The gradients of `rms_norm`. 1/rms is recomputed, which is cheaper than reading a saved tensor.
 
     Args:
@@ -110,7 +106,6 @@ def add_rms_norm(
 
 
 @add_rms_norm.backward(
-    saves=("out1", "weight", "eps", "offset", "round_first"),
     gives=(("x", "residual"), "weight"),
     outputs=2,
     shapes=lambda grad, grad_total, out1, weight, *_: (
@@ -118,9 +113,7 @@ def add_rms_norm(
     ),
     widens=True,
 )
-def add_rms_norm_backward(
-    grad: Tensor, grad_total: Tensor, out1: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
-) -> list[Tensor]:
+def add_rms_norm_backward(grad, grad_total, out1, weight, eps, offset, round_first) -> list[Tensor]:
     """The gradients of `add_rms_norm`: those of the norm and of the residual path are added before rounding.
 
     Args:

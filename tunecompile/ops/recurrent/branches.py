@@ -42,8 +42,8 @@ def branch_rows(x: Tensor, rows: Tensor, own: Tensor, again: Tensor) -> Tensor:
     return _taken(x, rows).contiguous()
 
 
-@branch_rows.backward(saves=("own", "again"), gives=("x",), shapes=lambda grad, own, again: [_like_tokens(grad, own)])
-def branch_rows_backward(grad: Tensor, own: Tensor, again: Tensor) -> list[Tensor]:
+@branch_rows.backward(gives=("x",), shapes=lambda grad, own, again: [_like_tokens(grad, own)])
+def branch_rows_backward(grad, own, again) -> list[Tensor]:
     """Return the gradient of x: copies' are summed in fp32 (fp64 for fp64), always in one order, and rounded once.
 
     Args:
@@ -73,13 +73,8 @@ def first_copies(made: Tensor, rows: Tensor, own: Tensor) -> Tensor:
     return _taken(made, own[0]).contiguous()
 
 
-@first_copies.backward(
-    saves=("rows", "own"),
-    gives=("made",),
-    cost=Cost.POINTWISE,
-    shapes=lambda grad, rows, own: [_like_rows(grad, rows)],
-)
-def first_copies_backward(grad: Tensor, rows: Tensor, own: Tensor) -> list[Tensor]:
+@first_copies.backward(gives=("made",), cost=Cost.POINTWISE, shapes=lambda grad, rows, own: [_like_rows(grad, rows)])
+def first_copies_backward(grad, rows, own) -> list[Tensor]:
     """Return the gradient of `made`: that of each token at its first copy, and 0 at the others.
 
     Args:

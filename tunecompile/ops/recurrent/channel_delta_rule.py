@@ -94,25 +94,9 @@ def _(q, k, v, g, beta, initial, offsets, scale, eps):
 
 
 @channel_delta_rule.backward(
-    saves=("q", "k", "v", "g", "beta", "initial", "offsets", "scale", "eps"),
-    gives=("q", "k", "v", "g", "beta", "initial"),
-    outputs=2,
-    flops=backward_flops,
-    opaque=True,
+    gives=("q", "k", "v", "g", "beta", "initial"), outputs=2, flops=backward_flops, opaque=True
 )
-def channel_delta_rule_backward(
-    grad: Tensor,
-    grad_final: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial: Optional[Tensor],
-    offsets: Optional[Tensor],
-    scale: float,
-    eps: float,
-) -> list[Tensor]:
+def channel_delta_rule_backward(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps) -> list[Tensor]:
     """Return the gradients of `channel_delta_rule`. States are recomputed: they are larger than all inputs.
 
     Args:

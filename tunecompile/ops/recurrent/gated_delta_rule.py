@@ -167,26 +167,8 @@ def _(q, k, v, g, beta, initial, offsets, scale, eps):
     )
 
 
-@gated_delta_rule.backward(
-    saves=("q", "k", "v", "g", "beta", "initial", "offsets", "scale", "eps"),
-    gives=("q", "k", "v", "g", "beta", "initial"),
-    outputs=2,
-    flops=backward_flops,
-    opaque=True,
-)
-def gated_delta_rule_backward(
-    grad: Tensor,
-    grad_final: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial: Optional[Tensor],
-    offsets: Optional[Tensor],
-    scale: float,
-    eps: float,
-) -> list[Tensor]:
+@gated_delta_rule.backward(gives=("q", "k", "v", "g", "beta", "initial"), outputs=2, flops=backward_flops, opaque=True)
+def gated_delta_rule_backward(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps) -> list[Tensor]:
     """Return the gradients of `gated_delta_rule`. States are recomputed: they are larger than all inputs.
 
     Args:

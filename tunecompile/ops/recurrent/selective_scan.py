@@ -104,24 +104,8 @@ def _(x, dt, a, b, c, initial, offsets):
     return template.forward(*(t.contiguous() for t in (x, dt, a, b, c)), documents_in(x, offsets))
 
 
-@selective_scan.backward(
-    saves=("x", "dt", "a", "b", "c", "initial", "offsets"),
-    gives=("x", "dt", "a", "b", "c", "initial"),
-    outputs=2,
-    flops=backward_flops,
-    opaque=True,
-)
-def selective_scan_backward(
-    grad: Tensor,
-    grad_final: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    initial: Optional[Tensor],
-    offsets: Optional[Tensor],
-) -> list[Tensor]:
+@selective_scan.backward(gives=("x", "dt", "a", "b", "c", "initial"), outputs=2, flops=backward_flops, opaque=True)
+def selective_scan_backward(grad, grad_final, x, dt, a, b, c, initial, offsets) -> list[Tensor]:
     """Return the gradients of `selective_scan`. States are recomputed: those of all tokens are N times an input.
 
     Args:

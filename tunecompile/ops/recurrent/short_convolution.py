@@ -86,17 +86,8 @@ def _backward_shapes(
     return contiguous_like(x, weight, weight[:, 0] if bias is None else bias)
 
 
-@short_convolution.backward(
-    saves=("x", "weight", "bias", "offsets", "silu"), gives=("x", "weight", "bias"), shapes=_backward_shapes
-)
-def short_convolution_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    offsets: Optional[Tensor],
-    silu: bool,
-) -> list[Tensor]:
+@short_convolution.backward(gives=("x", "weight", "bias"), shapes=_backward_shapes)
+def short_convolution_backward(grad, x, weight, bias, offsets, silu) -> list[Tensor]:
     """Return the gradients of `short_convolution`; the sum in front of silu is recomputed.
 
     Args:

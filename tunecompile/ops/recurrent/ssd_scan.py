@@ -67,24 +67,8 @@ def _(c, b, x, g, dt, initial, offsets):
     return delta_rule.forward(c, b, x, g.contiguous(), dt.contiguous(), offsets, documents, scale=1.0, delta=False)
 
 
-@ssd_scan.backward(
-    saves=("c", "b", "x", "g", "dt", "initial", "offsets"),
-    gives=("c", "b", "x", "g", "dt", "initial"),
-    outputs=2,
-    flops=backward_flops,
-    opaque=True,
-)
-def ssd_scan_backward(
-    grad: Tensor,
-    grad_final: Tensor,
-    c: Tensor,
-    b: Tensor,
-    x: Tensor,
-    g: Tensor,
-    dt: Tensor,
-    initial: Optional[Tensor],
-    offsets: Optional[Tensor],
-) -> list[Tensor]:
+@ssd_scan.backward(gives=("c", "b", "x", "g", "dt", "initial"), outputs=2, flops=backward_flops, opaque=True)
+def ssd_scan_backward(grad, grad_final, c, b, x, g, dt, initial, offsets) -> list[Tensor]:
     """Return the gradients of `ssd_scan`; states are recomputed.
 
     Args:
