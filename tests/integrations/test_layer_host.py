@@ -1,4 +1,4 @@
-"""The protocol between engines' adapters and slots, held by each of the four hosts."""
+"""What slots are told by hosts of engines, as each of the four keeps it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 from tunecompile.integrations.accelerate import DeviceMapLayer
 from tunecompile.integrations.deepspeed import LEAF, Zero3Layer
 from tunecompile.integrations.fsdp import FsdpHead, FsdpLayer
-from tunecompile.integrations.layer_host import HostDefaults, LayerHost
+from tunecompile.integrations.layer_host import LayerHost
 
 POLICY = SimpleNamespace(cast_forward_inputs=True, param_dtype=torch.bfloat16)
 HOSTS = {
-    "none": lambda layer: HostDefaults(layer),
+    "none": lambda layer: LayerHost(layer),
     "device_map": lambda layer: DeviceMapLayer(layer, (layer,)),
     "ZeRO-3": lambda layer: Zero3Layer(layer, (), marked=True),
     "FSDP2": lambda layer: FsdpLayer(layer, alone=True),

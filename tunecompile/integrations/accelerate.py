@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import nn
 
-from tunecompile.integrations.layer_host import HostDefaults, Run
+from tunecompile.integrations.layer_host import LayerHost, Run
 from tunecompile.notes import note
 
 HOOK, FORWARD = "_hf_hook", "_old_forward"  #: where accelerate keeps a module's hook, and the forward that it wrapped
 
 
 @dataclass(frozen=True)
-class DeviceMapLayer(HostDefaults):
-    """A layer on one device (a `LayerHost`)."""
+class DeviceMapLayer(LayerHost):
+    """A layer on one device."""
 
     wrapped: tuple[nn.Module, ...]  #: modules whose forward accelerate wrapped
     refused: str = ""

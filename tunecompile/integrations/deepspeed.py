@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.modules import HOOKS, linear
-from tunecompile.integrations.layer_host import HostDefaults, Run
+from tunecompile.integrations.layer_host import LayerHost, Run
 from tunecompile.integrations.module_hooks import aside, call_around
 
 LEAF = "_z3_leaf"  #: where DeepSpeed keeps that a module's weights are gathered at once
@@ -27,8 +27,8 @@ OUTPUTS = "deepspeed.runtime.utils"  #: and those on outputs
 
 
 @dataclass(frozen=True)
-class Zero3Layer(HostDefaults):
-    """A layer or head whose weights ZeRO-3 gathers at once (a `LayerHost`)."""
+class Zero3Layer(LayerHost):
+    """A layer or head whose weights ZeRO-3 gathers at once."""
 
     inside: tuple[nn.Module, ...]  #: modules inside that DeepSpeed hooked
     marked: bool  #: whether DeepSpeed learned from us to gather its weights at once

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tunecompile._torch.distributed import fsdp_forget_call, fsdp_groups, fsdp_groups_behind
 from tunecompile._torch.modules import HOOKS
-from tunecompile.integrations.layer_host import HostDefaults, Run
+from tunecompile.integrations.layer_host import LayerHost, Run
 from tunecompile.integrations.module_hooks import aside, call_around
 from tunecompile.notes import note
 from tunecompile.planner.device_memory import part_bytes
@@ -28,8 +28,8 @@ _LOCAL = ("tunecompile.", "transformers.utils.output_capturing", "bitsandbytes.n
 
 
 @dataclass(frozen=True)
-class FsdpLayer(HostDefaults):
-    """A layer that `fully_shard` was called for, and for no module inside it (a `LayerHost`)."""
+class FsdpLayer(LayerHost):
+    """A layer that `fully_shard` was called for, and for no module inside it."""
 
     alone: bool  #: whether no module inside sends anything either
     engine = "FSDP2"
@@ -78,7 +78,7 @@ def _home(hook: Any) -> str:
 
 
 @dataclass(frozen=True)
-class FsdpHead(HostDefaults):
+class FsdpHead(LayerHost):
     """A head whose weight stays gathered from its call to the backward pass. Its hooks run around the loss.
 
     It may be sharded by itself, or with other modules (`fully_shard([norm, head], reshard_after_forward=False)`, as

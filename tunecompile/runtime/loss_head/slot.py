@@ -18,7 +18,7 @@ from tunecompile.compiler.pass_manager import MatchCount
 from tunecompile.integrations.accelerate import place
 from tunecompile.integrations.deepspeed import gathered
 from tunecompile.integrations.fsdp import held
-from tunecompile.integrations.layer_host import HostDefaults, LayerHost
+from tunecompile.integrations.layer_host import LayerHost
 from tunecompile.integrations.loss_caller import labels_are_given
 from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.loss_head.deferred import lazily
@@ -271,7 +271,7 @@ class HeadSlot:
 
     def _plain(self, hidden: Tensor) -> LinearHead:
         module = self.head.module
-        host = self.placement or HostDefaults(module)
+        host = self.placement or LayerHost(module)
         dtype = host.product_dtype(hidden)
         return LinearHead(module.weight, module.bias, _autocast(hidden) or dtype)
 
