@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.ops.checks import DTYPES, QUICK, assert_fake_is_real, error, tensor
-from tunecompile._torch.fake_tensors import trace
-from tunecompile.ir.op import OPS
 from tunecompile.ops import varlen_attention
 from tunecompile.ops.attention import documents as attention
 
@@ -130,19 +128,11 @@ def test_sinks(lengths, window):
 
 def test_tracing_runs_none_of_its_code(monkeypatch):
     """Shapes are known without it, and on a CPU it is one call in a layer's graph: its steps are most of a trace."""
-    monkeypatch.setattr(attention, "_forward", None)
-    monkeypatch.setattr(attention, "_backward", None)
+    monkeypatch.setattr(attention, "_Places", None)
     with FakeTensorMode() as mode:
         q, k, v, *rest = (mode.from_tensor(x) for x in (*inputs((3, 2)), offsets((3, 2)), torch.randn(4)))
         arguments = (rest[0], 3, 0.5, 0, rest[1], True, 0.0)
         out, logsumexp = varlen_attention(q, k, v, *arguments)
         gradients = varlen_attention.backward_op(out, q, k, v, *arguments, out, logsumexp)
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape, (4,)]
-
-    def forth_and_back(q, k, v):
-        out, logsumexp = varlen_attention.reference(q, k, v, *arguments)
-        return varlen_attention.backward_op.reference(out, q, k, v, *arguments, out, logsumexp)
-
-    graph = trace(forth_and_back, (q, k, v), mode).graph
-    calls = [OPS[node.target] for node in graph.nodes if node.target in OPS]
-    assert calls == [attention.attention_in_rows, attention.attention_in_rows_backward]
+    assert varlen_attention.opaque and varlen_attention.backward_op.opaque

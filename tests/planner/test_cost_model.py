@@ -193,20 +193,19 @@ def test_attention_of_rows_has_no_longest_document():
 
 
 @pytest.mark.parametrize("window, keys", [(0, 10), (4, 4)])
-@pytest.mark.parametrize("name", ["varlen_attention", "attention_in_rows"])
-def test_our_ops_of_documents_count_alike(name, window, keys):
-    """Their arguments stand in another order than those of flash attention."""
+def test_our_attention_of_documents_counts_alike(window, keys):
+    """Its arguments stand in another order than those of flash attention."""
     graph = torch.fx.Graph()
     q, k, v, offsets, out = (graph.placeholder(name) for name in ("q", "k", "v", "offsets", "out"))
     for node, shape in ((q, (64, 4, 16)), (k, (64, 2, 16)), (v, (64, 2, 16)), (offsets, (5,)), (out, (64, 4, 16))):
         node.meta["val"] = torch.empty(shape, device="meta")
     asked = (q, k, v, offsets, 10, 0.25, window, None, True, 0.0)
     ours = {op.name: op.overload for op in OPS.values()}
-    forward = graph.call_function(ours[name], asked)
-    backward = graph.call_function(ours[f"{name}_backward"], (out, *asked, out, q))
+    forward = graph.call_function(ours["varlen_attention"], asked)
+    backward = graph.call_function(ours["varlen_attention_backward"], (out, *asked, out, q))
     assert (flops(forward), flops(backward)) == (4 * 64 * 4 * 16 * keys, 10 * 64 * 4 * 16 * keys)
     assert document_attention(graph) == (10, window)
-    graph.call_function(ours[name], (q, k, v, offsets, 10, 0.25, 3, None, True, 0.0))
+    graph.call_function(ours["varlen_attention"], (q, k, v, offsets, 10, 0.25, 3, None, True, 0.0))
     assert document_attention(graph) == (0, 0), "layers with both have no window of their own"
 
 
@@ -299,7 +298,7 @@ def test_grouped_products_and_attention_are_counted_as_such():
     launch = lowered.launch(x=4000)
     share_flops(call, [launch])
     assert work_of(launch) == Work(grouped=2 * 16 * 8 * 12, traffic=4000 - 2 * 16 * 8 * 12 // RIDGE, kernels=1)
-    ours = next(op.overload for op in OPS.values() if op.name == "attention_in_rows")
+    ours = next(op.overload for op in OPS.values() if op.name == "varlen_attention")
     q, k, v = (lowered.input(64, 2, 16) for _ in range(3))
     call = lowered.graph.call_function(ours, (q, k, v, lowered.input(5), 10, 0.25, 0, None, True, 0.0))
     launch = lowered.launch(x=4000)

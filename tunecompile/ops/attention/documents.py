@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tunecompile._torch.card import AMPERE, older_than
 from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
-from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
 
@@ -52,38 +51,8 @@ def document_mask(
     return (seen & (back < window) if window else seen)[None, None]
 
 
-def _forward(q, k, v, offsets, longest, scale, window, sinks, causal, softcap) -> tuple[Tensor, Tensor]:
-    places = _Places(offsets, longest, q.shape[0], causal)
-    scores, _ = places.scores(q, k, scale, window, softcap)
-    logsumexp = scores.logsumexp(-1)
-    if sinks is not None:
-        logsumexp = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
-    out = (scores - logsumexp[..., None]).exp() @ places.heads_first(v, q.shape[1])
-    return places.tokens(out).to(q.dtype), places.tokens(logsumexp[..., None])[..., 0].t().contiguous()
-
-
-def _backward(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1) -> list[Tensor]:
-    places, heads = _Places(offsets, longest, q.shape[0], causal), q.shape[1]
-    scores, slope = places.scores(q, k, scale, window, softcap)
-    relative = scores - places.heads_first(out1.t()[..., None], heads)
-    probabilities = relative.masked_fill(
-        ~places.taken[:, None, :, None], float("-inf")
-    ).exp()  # an unused place holds the logsumexp of another token
-    dout = places.heads_first(grad, heads) * places.taken[:, None, :, None]  # a place without a token has no gradient
-    dprobabilities = dout @ places.heads_first(v, heads).transpose(-1, -2)
-    dscores = probabilities * (dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True)) * slope * scale
-    dq = dscores @ places.heads_first(k, heads)
-    dk, dv = dscores.transpose(-1, -2) @ places.heads_first(q, heads), probabilities.transpose(-1, -2) @ dout
-    return [
-        places.tokens(dq).to(q.dtype),
-        places.tokens(dk, k.shape[1]).to(k.dtype),
-        places.tokens(dv, v.shape[1]).to(v.dtype),
-        sinks_gradient(grad, out0, out1, sinks),
-    ]
-
-
 def attention_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Empty tensors like the results: the code above takes long to run on sizes that are symbols."""
+    """Empty tensors like the results: the op's own code takes long to run on sizes that are symbols."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=wide)
 
@@ -93,60 +62,6 @@ def _backward_shapes(grad, q, k, v, offsets, longest, scale, window, sinks, *_: 
 
 
 @op(cost=Cost.MATMUL, opaque=True, shapes=attention_shapes)
-def attention_in_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    scale: float,
-    window: int,
-    sinks: Optional[Tensor],
-    causal: bool,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """Return what `varlen_attention` does, for CPUs: as one call (arXiv:2205.14135).
-
-    Written out, it is a long graph of which nothing is fused, and most of the time to compile a layer.
-
-    Args:
-        q, k, v, offsets, longest, scale, window, sinks, causal, softcap: those of `varlen_attention`.
-
-    Returns:
-        (out, logsumexp), as `varlen_attention`.
-    """
-    return _forward(q, k, v, offsets, longest, scale, window, sinks, causal, softcap)
-
-
-@op(cost=Cost.MATMUL, opaque=True, shapes=_backward_shapes)
-def attention_in_rows_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    scale: float,
-    window: int,
-    sinks: Optional[Tensor],
-    causal: bool,
-    softcap: float,
-    out0: Tensor,
-    out1: Tensor,
-) -> list[Tensor]:
-    """Return what `varlen_attention_backward` does, for CPUs: as one call (arXiv:2205.14135).
-
-    Args:
-        grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1: those of
-            `varlen_attention_backward`.
-
-    Returns:
-        As `varlen_attention_backward`.
-    """
-    return _backward(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1)
-
-
-@op(cost=Cost.MATMUL, shapes=attention_shapes)
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -161,7 +76,8 @@ def varlen_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v, where each token attends to itself and earlier tokens of its sequence.
 
-    Without `causal` it attends to all of its own sequence.
+    Without `causal` it attends to all of its own sequence. (It is opaque, so that on a CPU it is one call. Written out,
+    it is a long graph of which nothing is fused, and most of the time to compile a layer.)
 
     Vendors' kernels for it are based on FlashAttention (arXiv:2205.14135). A sink is one more score in the softmax,
     without a value. With lse of the scores alone, sinks multiply the result by exp(lse - logaddexp(lse, sink)). The
@@ -182,29 +98,18 @@ def varlen_attention(
     Returns:
         (out, logsumexp): out as q, contiguous; the logsumexp of scores and sink, [H, N] in the dtype of the arithmetic,
         which gets no gradient."""
-    compute = _forward if on_gpu(q) else attention_in_rows
-    return compute(q, k, v, offsets, longest, scale, window, sinks, causal, softcap)
+    places = _Places(offsets, longest, q.shape[0], causal)
+    scores, _ = places.scores(q, k, scale, window, softcap)
+    logsumexp = scores.logsumexp(-1)
+    if sinks is not None:
+        logsumexp = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
+    out = (scores - logsumexp[..., None]).exp() @ places.heads_first(v, q.shape[1])
+    return places.tokens(out).to(q.dtype), places.tokens(logsumexp[..., None])[..., 0].t().contiguous()
 
 
-@varlen_attention.backward(
-    saves=("q", "k", "v", "offsets", "longest", "scale", "window", "sinks", "causal", "softcap", "out0", "out1"),
-    gives=("q", "k", "v", "sinks"),
-    shapes=_backward_shapes,
-)
+@varlen_attention.backward(gives=("q", "k", "v", "sinks"), opaque=True, shapes=_backward_shapes)
 def varlen_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    longest: int,
-    scale: float,
-    window: int,
-    sinks: Optional[Tensor],
-    causal: bool,
-    softcap: float,
-    out0: Tensor,
-    out1: Tensor,
+    grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1
 ) -> list[Tensor]:
     """Return the gradients of `varlen_attention`; probabilities are recomputed from the logsumexp (arXiv:2205.14135).
 
@@ -216,8 +121,23 @@ def varlen_attention_backward(
     Returns:
         [dq, dk, dv, dsinks], contiguous, in shape and dtype of q, k, v and sinks; dsinks is empty without sinks.
     """
-    compute = _backward if on_gpu(q) else attention_in_rows_backward
-    return compute(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1)
+    places, heads = _Places(offsets, longest, q.shape[0], causal), q.shape[1]
+    scores, slope = places.scores(q, k, scale, window, softcap)
+    relative = scores - places.heads_first(out1.t()[..., None], heads)
+    probabilities = relative.masked_fill(
+        ~places.taken[:, None, :, None], float("-inf")
+    ).exp()  # an unused place holds the logsumexp of another token
+    dout = places.heads_first(grad, heads) * places.taken[:, None, :, None]  # a place without a token has no gradient
+    dprobabilities = dout @ places.heads_first(v, heads).transpose(-1, -2)
+    dscores = probabilities * (dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True)) * slope * scale
+    dq = dscores @ places.heads_first(k, heads)
+    dk, dv = dscores.transpose(-1, -2) @ places.heads_first(q, heads), probabilities.transpose(-1, -2) @ dout
+    return [
+        places.tokens(dq).to(q.dtype),
+        places.tokens(dk, k.shape[1]).to(k.dtype),
+        places.tokens(dv, v.shape[1]).to(v.dtype),
+        sinks_gradient(grad, out0, out1, sinks),
+    ]
 
 
 def sinks_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> Tensor:
