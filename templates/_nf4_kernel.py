@@ -180,65 +180,20 @@ def dequantize_kernel(
     pid = tl.program_id(0)
     if pid < main1:
         _write_weights(
-            pid,
-            packed0,
-            absmax0,
-            code0,
-            scale0,
-            offset0,
-            out,
-            row0,
-            words0,
-            K,
-            LDO,
-            BLOCKSIZE,
-            ABSMAX_BLOCK,
-            NESTED,
-            FP4,
-            PER_WORD,
-            BLOCK,
+            *(pid, packed0, absmax0, code0, scale0, offset0, out, row0, words0),
+            *(K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK),
         )
     if COUNT > 1:
         if (pid >= main1) & (pid < main2):
             _write_weights(
-                pid - main1,
-                packed1,
-                absmax1,
-                code1,
-                scale1,
-                offset1,
-                out,
-                row1,
-                words1,
-                K,
-                LDO,
-                BLOCKSIZE,
-                ABSMAX_BLOCK,
-                NESTED,
-                FP4,
-                PER_WORD,
-                BLOCK,
+                *(pid - main1, packed1, absmax1, code1, scale1, offset1, out, row1, words1),
+                *(K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK),
             )
     if COUNT > 2:
         if (pid >= main2) & (pid < main3):
             _write_weights(
-                pid - main2,
-                packed2,
-                absmax2,
-                code2,
-                scale2,
-                offset2,
-                out,
-                row2,
-                words2,
-                K,
-                LDO,
-                BLOCKSIZE,
-                ABSMAX_BLOCK,
-                NESTED,
-                FP4,
-                PER_WORD,
-                BLOCK,
+                *(pid - main2, packed2, absmax2, code2, scale2, offset2, out, row2, words2),
+                *(K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK),
             )
     if RANKS > 0:
         extra = pid - main3
@@ -249,36 +204,12 @@ def dequantize_kernel(
         if COUNT > 1:
             if (extra >= extra1) & (extra < extra2):
                 _write_ranks(
-                    extra - extra1,
-                    b1,
-                    stride_b1,
-                    out,
-                    row1,
-                    rows1,
-                    K,
-                    LDO,
-                    RANKS,
-                    RANKS_POW2,
-                    RANK1,
-                    FIRST1,
-                    FACTOR1,
-                    EXTRA_ROWS,
+                    *(extra - extra1, b1, stride_b1, out, row1, rows1),
+                    *(K, LDO, RANKS, RANKS_POW2, RANK1, FIRST1, FACTOR1, EXTRA_ROWS),
                 )
         if COUNT > 2:
             if extra >= extra2:
                 _write_ranks(
-                    extra - extra2,
-                    b2,
-                    stride_b2,
-                    out,
-                    row2,
-                    rows2,
-                    K,
-                    LDO,
-                    RANKS,
-                    RANKS_POW2,
-                    RANK2,
-                    FIRST2,
-                    FACTOR2,
-                    EXTRA_ROWS,
+                    *(extra - extra2, b2, stride_b2, out, row2, rows2),
+                    *(K, LDO, RANKS, RANKS_POW2, RANK2, FIRST2, FACTOR2, EXTRA_ROWS),
                 )

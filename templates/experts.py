@@ -55,13 +55,8 @@ def tiles(offsets, rows, like):
     launch(
         tiles_kernel,
         (count,),
-        offsets,
-        out,
-        rows,
-        EXPERTS=experts,
-        GROUPS=next_power_of_2(experts + 1),
-        ROWS=tile.rows,
-        num_warps=4,
+        *(offsets, out, rows),
+        **dict(EXPERTS=experts, GROUPS=next_power_of_2(experts + 1), ROWS=tile.rows, num_warps=4),
     )
     return out
 
@@ -170,28 +165,11 @@ def rows(x, weight, offsets, table, count, *, turned, order=None, choices=0, inn
     launch(
         rows_kernel,
         (table.shape[0] * triton.cdiv(columns, block),),
-        x,
-        order,
-        weight,
-        inner,
-        up,
-        bias,
-        table,
-        out,
-        COLUMNS=columns,
-        WIDTH=width,
-        X_STRIDE=x.stride(0),
-        K_STRIDE=1 if turned else columns,
-        N_STRIDE=width if turned else 1,
-        CHOICES=0 if order is None else choices,
-        RANK=rank,
-        BIASED=bias is not None,
-        EXPERTS=offsets.shape[0],
-        ROWS=wide.rows,
-        BLOCK=block,
-        STEP=step,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        *(x, order, weight, inner, up, bias, table, out),
+        **dict(COLUMNS=columns, WIDTH=width, X_STRIDE=x.stride(0), K_STRIDE=1 if turned else columns),
+        **dict(N_STRIDE=width if turned else 1, CHOICES=0 if order is None else choices, RANK=rank),
+        **dict(BIASED=bias is not None, EXPERTS=offsets.shape[0], ROWS=wide.rows, BLOCK=block, STEP=step),
+        **dict(num_warps=tile.num_warps, num_stages=tile.num_stages),
     )
     return out
 
@@ -259,19 +237,9 @@ def outer(left, right, offsets, *, order=None, choices=0):
     launch(
         outer_kernel,
         (triton.cdiv(columns, block), experts),
-        left,
-        right,
-        order,
-        offsets,
-        out,
-        COLUMNS=columns,
-        STRIDE=right.stride(0),
-        CHOICES=0 if order is None else choices,
-        RANK=rank,
-        BLOCK=block,
-        STEP=tile.step,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        *(left, right, order, offsets, out),
+        **dict(COLUMNS=columns, STRIDE=right.stride(0), CHOICES=0 if order is None else choices, RANK=rank),
+        **dict(BLOCK=block, STEP=tile.step, num_warps=tile.num_warps, num_stages=tile.num_stages),
     )
     return out
 
@@ -313,14 +281,8 @@ def collect(y, places, choices, dtype):
     launch(
         collect_kernel,
         (out.shape[0], triton.cdiv(columns, block)),
-        y,
-        places,
-        out,
-        COLUMNS=columns,
-        STRIDE=y.stride(0),
-        CHOICES=choices,
-        BLOCK=block,
-        num_warps=tile.num_warps,
+        *(y, places, out),
+        **dict(COLUMNS=columns, STRIDE=y.stride(0), CHOICES=choices, BLOCK=block, num_warps=tile.num_warps),
     )
     return out
 

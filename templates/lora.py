@@ -40,14 +40,9 @@ def append_rows(source, out, row):
     launch(
         append_rows_kernel,
         (source.shape[0], triton.cdiv(source.shape[1], block)),
-        source,
-        out,
-        row,
-        source.stride(0),
-        source.shape[1],
-        LDO=out.stride(0),
-        BLOCK=block,
-        num_warps=4,
+        *(source, out, row),
+        *(source.stride(0), source.shape[1]),
+        **dict(LDO=out.stride(0), BLOCK=block, num_warps=4),
     )
 
 
@@ -88,17 +83,10 @@ def append_columns(source, out, column):
     launch(
         append_columns_kernel,
         (triton.cdiv(source.shape[0], rows),),
-        source,
-        out,
-        column,
-        source.shape[0],
-        out.shape[1],
-        source.stride(0),
-        COLUMNS=source.shape[1],
-        COLUMNS_POW2=next_power_of_2(out.shape[1] - column),
-        LDO=out.stride(0),
-        ROWS=rows,
-        num_warps=4,
+        *(source, out, column),
+        *(source.shape[0], out.shape[1], source.stride(0)),
+        **dict(COLUMNS=source.shape[1], COLUMNS_POW2=next_power_of_2(out.shape[1] - column)),
+        **dict(LDO=out.stride(0), ROWS=rows, num_warps=4),
     )
 
 
@@ -145,16 +133,9 @@ def write_beside(left, right, out):
     launch(
         write_beside_kernel,
         (left.shape[0], triton.cdiv(out.shape[1], block)),
-        left,
-        right,
-        out,
-        left.stride(0),
-        right.stride(0),
-        COLUMNS=left.shape[1],
-        EXTRA=right.shape[1],
-        LDO=out.stride(0),
-        BLOCK=block,
-        num_warps=4,
+        *(left, right, out),
+        *(left.stride(0), right.stride(0)),
+        **dict(COLUMNS=left.shape[1], EXTRA=right.shape[1], LDO=out.stride(0), BLOCK=block, num_warps=4),
     )
 
 

@@ -68,12 +68,7 @@ def dequantize(packed, scales, shape, dtype, *, tile=None):
     launch(
         dequantize_kernel,
         (triton.cdiv(words, tile.block),),
-        packed,
-        scales,
-        out,
-        words,
-        BLOCK=tile.block,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        *(packed, scales, out, words),
+        **dict(BLOCK=tile.block, num_warps=tile.num_warps, num_stages=tile.num_stages),
     )
     return out

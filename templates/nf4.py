@@ -84,17 +84,8 @@ def dequantize_siblings(
     for start in range(0, len(weights), SIBLINGS):
         some, theirs = weights[start : start + SIBLINGS], adapters[start : start + SIBLINGS]
         _start(
-            some,
-            theirs,
-            k,
-            out,
-            row,
-            tile,
-            per_word,
-            blocksize,
-            absmax_blocksize,
-            _is_fp4(quant_type),
-            out.shape[1] - k if adapters else 0,
+            *(some, theirs, k, out, row, tile, per_word, blocksize, absmax_blocksize),
+            *(_is_fp4(quant_type), out.shape[1] - k if adapters else 0),
         )
         row += sum(w.rows for w in some)
 
@@ -139,21 +130,12 @@ def _start(weights, adapters, k, out, row, tile, per_word, blocksize, absmax_blo
         out,
         *mains,
         *extras[:2],
-        K=k,
-        LDO=out.stride(0),
-        BLOCKSIZE=blocksize,
-        ABSMAX_BLOCK=absmax_blocksize,
-        NESTED=weights[0].code is not None,
-        FP4=fp4,
-        RANKS=ranks,
+        **dict(K=k, LDO=out.stride(0), BLOCKSIZE=blocksize, ABSMAX_BLOCK=absmax_blocksize),
+        **dict(NESTED=weights[0].code is not None, FP4=fp4, RANKS=ranks),
         RANKS_POW2=next_power_of_2(max(ranks, 1)),
         **ranked,
-        COUNT=len(weights),
-        PER_WORD=per_word,
-        BLOCK=tile.block,
-        EXTRA_ROWS=EXTRA_ROWS,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **dict(COUNT=len(weights), PER_WORD=per_word, BLOCK=tile.block, EXTRA_ROWS=EXTRA_ROWS),
+        **dict(num_warps=tile.num_warps, num_stages=tile.num_stages),
     )
 
 

@@ -128,17 +128,9 @@ def forward(gate, up=None, activation="silu", *, out=None, tile=None):
     launch(
         forward_kernel,
         (rows, triton.cdiv(columns, block)),
-        gate,
-        up,
-        out,
-        columns,
-        gate.stride(0),
-        0 if up is None else up.stride(0),
-        out.stride(-2),
-        ACTIVATION=activation,
-        BLOCK=block,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        *(gate, up, out, columns),
+        *(gate.stride(0), 0 if up is None else up.stride(0), out.stride(-2)),
+        **dict(ACTIVATION=activation, BLOCK=block, num_warps=tile.num_warps, num_stages=tile.num_stages),
     )
     return out
 
@@ -167,19 +159,9 @@ def backward(grad, gate, up, activation="silu", *, joined=False, recompute=False
     launch(
         backward_kernel,
         (rows, triton.cdiv(columns, block)),
-        grad,
-        gate,
-        up,
-        both,
-        out,
-        columns,
-        grad.stride(0),
-        gate.stride(0),
-        up.stride(0),
-        ACTIVATION=activation,
-        RECOMPUTE=recompute,
-        BLOCK=block,
-        num_warps=tile.num_warps,
+        *(grad, gate, up, both, out, columns),
+        *(grad.stride(0), gate.stride(0), up.stride(0)),
+        **dict(ACTIVATION=activation, RECOMPUTE=recompute, BLOCK=block, num_warps=tile.num_warps),
         num_stages=tile.num_stages,
     )
     result = (both,) if joined else both.split(shape[-1], -1)
@@ -243,20 +225,9 @@ def weighted_backward(grad, gate, up, weights, activation="silu", *, tile=None):
     launch(
         weighted_backward_kernel,
         (rows,),
-        grad,
-        gate,
-        up,
-        weights,
-        both,
-        d_weights,
-        columns,
-        grad.stride(0),
-        gate.stride(0),
-        up.stride(0),
-        ACTIVATION=activation,
-        BLOCK=block,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        *(grad, gate, up, weights, both, d_weights, columns),
+        *(grad.stride(0), gate.stride(0), up.stride(0)),
+        **dict(ACTIVATION=activation, BLOCK=block, num_warps=tile.num_warps, num_stages=tile.num_stages),
     )
     return (*both.split(columns, -1), d_weights)
 
@@ -330,13 +301,8 @@ def clamped_backward(grad, both, alpha, limit):
     launch(
         clamped_backward_kernel,
         (triton.cdiv(grad.numel(), tile.block),),
-        grad,
-        both,
-        d_both,
-        grad.numel(),
-        alpha,
-        limit,
-        BLOCK=tile.block,
-        num_warps=tile.num_warps,
+        *(grad, both, d_both),
+        *(grad.numel(), alpha, limit),
+        **dict(BLOCK=tile.block, num_warps=tile.num_warps),
     )
     return d_both

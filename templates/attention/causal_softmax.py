@@ -93,16 +93,8 @@ def softmax(scores, first, queries, scale, dtype):
     launch(
         softmax_kernel,
         (rows,),
-        scores,
-        weights,
-        sums,
-        logsumexp,
-        first,
-        queries,
-        keys,
-        SCALE=float(scale),
-        BLOCK=block,
-        num_warps=4,
+        *(scores, weights, sums, logsumexp, first, queries, keys),
+        **dict(SCALE=float(scale), BLOCK=block, num_warps=4),
     )
     return weights, sums, logsumexp
 
@@ -125,17 +117,7 @@ def softmax_backward(scores, dweights, logsumexp, delta, first, queries, scale, 
     launch(
         softmax_backward_kernel,
         (rows, triton.cdiv(keys, block)),
-        scores,
-        dweights,
-        weights,
-        dscores,
-        logsumexp,
-        delta,
-        first,
-        queries,
-        keys,
-        SCALE=float(scale),
-        BLOCK=block,
-        num_warps=4,
+        *(scores, dweights, weights, dscores, logsumexp, delta, first, queries, keys),
+        **dict(SCALE=float(scale), BLOCK=block, num_warps=4),
     )
     return weights, dscores

@@ -238,16 +238,8 @@ def _window(window: int) -> dict[str, int]:
 @varlen_attention.provider("flash", because=_FLASH, refuses=_refuse_flash)
 def _(q, k, v, offsets, longest, scale, window, sinks, causal, softcap):
     made = torch.ops.aten._flash_attention_forward(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        offsets,
-        offsets,
-        longest,
-        longest,
-        0.0,
-        causal,
-        False,
+        *(q.contiguous(), k.contiguous(), v.contiguous()),
+        *(offsets, offsets, longest, longest, 0.0, causal, False),
         scale=scale,
         **_window(window),
     )
@@ -259,20 +251,8 @@ def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, ou
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout, which there is none of
     return [
         *torch.ops.aten._flash_attention_backward(
-            grad.contiguous(),
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            out0,
-            out1,
-            offsets,
-            offsets,
-            longest,
-            longest,
-            0.0,
-            causal,
-            unread,
-            unread,
+            *(grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()),
+            *(out0, out1, offsets, offsets, longest, longest, 0.0, causal, unread, unread),
             scale=scale,
             **_window(window),
         ),

@@ -192,15 +192,8 @@ def _(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps, *, used)
     documents, units = documents_in(q, offsets), [unit(x.float(), eps) for x in (q, k)]
     queries, keys = (each.value.to(q.dtype) for each in units)
     made = delta_rule.backward(
-        grad,
-        grad_final.contiguous(),
-        queries,
-        keys,
-        v,
-        g.contiguous(),
-        beta.contiguous(),
-        offsets,
-        documents,
+        *(grad, grad_final.contiguous(), queries, keys, v),
+        *(g.contiguous(), beta.contiguous(), offsets, documents),
         scale=scale,
     )
     for i, (x, each) in enumerate(zip((q, k), units)):

@@ -90,17 +90,10 @@ def _(grad, grad_final, c, b, x, g, dt, initial, offsets, *, used):
     from tunecompile.templates.recurrent import delta_rule
 
     made = delta_rule.backward(
-        grad,
-        grad_final.contiguous(),
-        c,
-        b,
-        x,
-        g.contiguous(),
-        dt.contiguous(),
-        offsets,
+        *(grad, grad_final.contiguous(), c, b, x),
+        *(g.contiguous(), dt.contiguous(), offsets),
         documents_in(c, offsets),
-        scale=1.0,
-        delta=False,
+        **dict(scale=1.0, delta=False),
     )
     for i, groups in ((0, c.shape[2]), (1, b.shape[2])):
         made[i] = made[i].unflatten(2, (groups, -1)).to(torch.float32).sum(3)
