@@ -154,7 +154,7 @@ def _box(node: Node, kind: str, inputs: tuple[str, ...], gives: tuple[str, ...])
         SHORT.get(label, label),
         kind,
         _shape(tensor),
-        _dtype(tensor),
+        "" if tensor is None else str(tensor.dtype).removeprefix("torch."),
         inputs,
         weights,
         module,
@@ -189,7 +189,3 @@ def _first(value: Any) -> torch.Tensor | None:
 
 def _shape(tensor: torch.Tensor | None) -> str:
     return "" if tensor is None else "×".join(map(str, tensor.shape)) or "1"
-
-
-def _dtype(tensor: torch.Tensor | None) -> str:
-    return "" if tensor is None else str(tensor.dtype).removeprefix("torch.")

@@ -285,11 +285,9 @@ class MultiGpuPlanner:
         """The changes that help: first fewer rows or more GPUs, then fewer trained weights or a base of fewer bits."""
         asked = self.question
         found = [f"{made.most_rows} rows of {asked.length:,} tokens fit"] if made.most_rows else []
-        if not found and (
-            enough := next(
-                (n for n in COUNTS if n >= asked.gpus + (made.engine == "FSDP2") and self._shares_fit(n, made)), None
-            )
-        ):
+        room, least = made.allowed - made.activations, asked.gpus + (made.engine == "FSDP2")
+        fits = (n for n in COUNTS if n >= least and sharded(self.parts, n, self.sheet).allocated() <= room)
+        if not found and (enough := next(fits, None)):
             found.append(f"FSDP2 over {enough} GPUs fits")
         smaller = {
             mode: self._with_mode(made, mode)
@@ -303,9 +301,6 @@ class MultiGpuPlanner:
         if rank := self._rank_that_fits(made):
             found.append(f"--rank {rank} fits")
         return ", or ".join(found or [f"rows of half the length need {shown(made.activations // 2)} less"])
-
-    def _shares_fit(self, gpus: int, made: EnginePlan) -> bool:
-        return sharded(self.parts, gpus, self.sheet).allocated() + made.activations <= made.allowed
 
     def _rank_that_fits(self, made: EnginePlan) -> int | None:
         """The largest rank, the asked one halved once or more, of adapters with which it fits; None for none.

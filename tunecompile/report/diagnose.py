@@ -17,7 +17,6 @@ from tunecompile.runtime.layers.region import Region, is_of_evaluation
 from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.model_state import State
 from tunecompile.runtime.parts import LossHead
-from tunecompile.runtime.step.state import Step
 
 
 def note_new_layers(model: nn.Module) -> list[Note]:
@@ -65,16 +64,6 @@ def note_sharded(model: nn.Module, stacks: Sequence[LayerStack]) -> list[Note]:
     return [note("sharded-linears")]
 
 
-def note_outer(step: Step) -> list[Note]:
-    """Note steps that ran inside another program's trace."""
-    return [note("compiled-from-outside")] * step.outer + [note("transformed")] * step.transformed
-
-
-def note_called_again(state: State) -> list[Note]:
-    """Note layers in a loop, where a cache would tell them of earlier calls."""
-    return [note("called-again", region.name) for region in state.regions if region.again and state.step.drops_cache]
-
-
 def model_notes(state: State) -> list[Note]:
     """All notes but those of regions, in the order in which they are printed."""
     model, stacks = state.model, find_layers(state.model)
@@ -90,8 +79,8 @@ def model_notes(state: State) -> list[Note]:
         *note_eval_mode(model, state.step.in_eval, state.regions),
         *note_new_layers(model),
         *note_sharded(model, stacks),
-        *note_outer(state.step),
-        *note_called_again(state),
+        *([note("compiled-from-outside")] * state.step.outer + [note("transformed")] * state.step.transformed),
+        *(note("called-again", each.name) for each in state.regions if each.again and state.step.drops_cache),
         *(each for part in state.parts for each in part.notes(state)),
         *state.replays.notes(),
     ]

@@ -70,7 +70,8 @@ def trained(host: nn.Module) -> list[nn.Module]:
     if is_optimized(host):
         return [host]
     found = list(_with_heads(host)) or ([host] if find_layers(host) else [])
-    return [model for model in found if _trainable(model) and not _optimized_inside(model)]
+    trained = [model for model in found if any(parameter.requires_grad for parameter in model.parameters())]
+    return [each for each in trained if is_optimized(each) or not any(map(is_optimized, each.modules()))]
 
 
 def _with_heads(module: nn.Module) -> Iterator[nn.Module]:
@@ -79,14 +80,6 @@ def _with_heads(module: nn.Module) -> Iterator[nn.Module]:
     else:
         for child in module.children():
             yield from _with_heads(child)
-
-
-def _trainable(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def _optimized_inside(model: nn.Module) -> bool:
-    return not is_optimized(model) and any(is_optimized(part) for part in model.modules())
 
 
 def held_by(optimizer: Optimizer) -> set[int]:

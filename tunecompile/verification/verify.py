@@ -163,7 +163,7 @@ def _run(model: nn.Module, batch: Mapping[str, Any], measure: Measure, seed: int
     with _watching_autocast(model) as autocast:
         optimized = _optimized_step(model, batch, measure, seed)
     kind, computed = next(model.parameters()).device.type, autocast.get("dtype") or _weights_dtype(model)
-    wide = computed in (torch.float32, torch.float64) and not _is_half(model)
+    wide = computed in (torch.float32, torch.float64) and not any(p.dtype in HALF for p in model.parameters())
     reference = torch.float64 if wide else torch.float32
     state: State | None = getattr(model, ATTRIBUTE, None)
     eight = format_on(state and state.precision, computed, next(model.parameters()).device)
@@ -272,11 +272,6 @@ def _weights_dtype(model: nn.Module) -> torch.dtype:
         if parameter.is_floating_point():
             found[parameter.dtype] += parameter.numel()
     return found.most_common(1)[0][0]
-
-
-def _is_half(model: nn.Module) -> bool:
-    """Whether any weights are in half precision."""
-    return any(p.dtype in HALF for p in model.parameters())
 
 
 # ---------------------------------------------------------------- judge

@@ -9,7 +9,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 
-from tunecompile.cli.monitor.gpu import GpuReading, MachineSnapshot, Process
+from tunecompile.cli.monitor.gpu import MachineSnapshot, Process
 from tunecompile.errors import BadOption
 
 GPU = (  # name, description, how to read it
@@ -27,7 +27,7 @@ TRAINING = (
     (
         "training_step_seconds",
         "From one training forward to the next, the median of the last steps.",
-        lambda p: _seconds(p.status.step_ms),
+        lambda p: None if p.status.step_ms is None else p.status.step_ms / 1e3,
     ),
     ("training_updated_timestamp_seconds", "When the process last wrote its figures.", lambda p: p.status.updated),
     ("memory_allocated_bytes", "Memory in tensors on the device.", lambda p: p.status.allocated),
@@ -38,10 +38,6 @@ TRAINING = (
 )
 PROCESS = ("pid", "model", "device", "gpu_uuid", "rank")  #: labels of a training
 FINDINGS = ("training_health_findings", "Lines of `tunecompile.watch` so far, by their code.")
-
-
-def _seconds(ms: float | None) -> float | None:
-    return None if ms is None else ms / 1e3
 
 
 class Collector:
@@ -57,7 +53,9 @@ class Collector:
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield all metrics of a new snapshot."""
         snapshot = self.look()
-        yield from _families(GPU, snapshot.gpus, ("gpu", "uuid", "name"), _gpu_labels)
+        yield from _families(
+            GPU, snapshot.gpus, ("gpu", "uuid", "name"), lambda gpu: (str(gpu.index), gpu.uuid, gpu.name)
+        )
         yield from _families(TRAINING, snapshot.processes, PROCESS, _process_labels)
         found = GaugeMetricFamily(f"tunecompile_{FINDINGS[0]}", FINDINGS[1], labels=(*PROCESS, "code"))
         for process in snapshot.processes:
@@ -76,10 +74,6 @@ def _families(
             if (value := read(item)) is not None:
                 family.add_metric(values(item), value)
         yield family
-
-
-def _gpu_labels(gpu: GpuReading) -> tuple[str, ...]:
-    return str(gpu.index), gpu.uuid, gpu.name
 
 
 def _process_labels(process: Process) -> tuple[str, ...]:

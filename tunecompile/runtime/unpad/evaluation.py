@@ -53,7 +53,8 @@ class Evaluation(Unpadding):
     def call(self, args: tuple, kwargs: dict) -> Any:
         """The owner's call in eval mode without gradients, compiled."""
         with _plain_tensors():
-            return self._compiled(*tree_map_only(Tensor, _plain, (args, kwargs)))
+            plain = tree_map_only(Tensor, lambda each: each.clone() if each.is_inference() else each, (args, kwargs))
+            return self._compiled(*plain)
 
     def _why_left(self, args: tuple, kwargs: dict) -> Note | None:
         """Why a call for a loss runs by the model's own code."""
@@ -140,7 +141,3 @@ def _plain_tensors() -> Iterator[None]:
     """Without gradients, and outside of inference mode, whose tensors Dynamo would trace apart."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.is_inference() else tensor

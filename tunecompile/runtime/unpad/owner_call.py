@@ -84,7 +84,8 @@ class PastCall:
         # Callers drop what they were returned, and go on with views, which hold the tensor it is a view of, if any.
         if hidden is None:
             return None
-        return PastCall(args, kwargs, weakref.ref(_base_of(hidden)), _place_of(hidden), batch)
+        base = hidden if hidden._base is None else hidden._base
+        return PastCall(args, kwargs, weakref.ref(base), _place_of(hidden), batch)
 
     def returned(self, hidden: Tensor) -> bool:
         """Whether it returned these hidden states: the same tensor, or all of it as a view."""
@@ -99,10 +100,6 @@ class PastCall:
             return None
         real = torch.ones(1, len(self.batch.index), 1, dtype=torch.bool, device=hidden.device)
         return torch.where(self.batch.unflatten(real), hidden, again)
-
-
-def _base_of(value: Tensor) -> Tensor:
-    return value if value._base is None else value._base
 
 
 def _place_of(value: Tensor) -> tuple:
