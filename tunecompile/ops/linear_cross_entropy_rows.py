@@ -42,20 +42,8 @@ def linear_cross_entropy_rows(
     sums over rows with weights that only the backward pass knows: there each chunk of logits is recomputed.
 
     Args:
-        hidden: [T, H], any floating dtype.
-        weight: [V, H], in hidden's dtype.
-        bias: [V], in hidden's dtype, or None.
-        inner: [T, r], what an adapter's first matrix makes of the hidden states, any floating dtype; or None. If
-            given, it is trained.
-        outer: [V, r], the adapter's second matrix, in inner's dtype; None where inner is.
-        labels: int64 [T], one class a row.
-        scale: a factor of the logits; Triton's kernel is for positive ones, for others plain torch computes.
-        softcap: c of c * tanh(logits / c) (Gemma 2, arXiv:2408.00118), in the units of the logits; 0 for none.
-        ignore_index: the label of rows without one, whose loss is 0.
-        label_smoothing: the share, 0 to 1, of the target that is spread over all classes, as of
-            `torch.nn.functional.cross_entropy`.
-        train_hidden: whether hidden gets a gradient.
-        train_weight: whether weight and bias get one.
+        hidden: [T, H], any floating dtype. This and all that follow: as for `linear_cross_entropy`. The loss of a row
+            without a label is 0.
 
     Returns:
         (losses, dhidden). The losses are [T] in fp32, or fp64 for fp64; dhidden, of rows whose losses count once

@@ -52,11 +52,7 @@ def channel_delta_rule(
         v: [B, T, H, V].
         g: [B, T, H, K], at most 0: the logarithms of the decays of the state's rows.
         beta: [B, T, H].
-        initial: the state before the first token, [B, H, K, V]; None for 0.
-        offsets: int [S + 1], where documents begin and the last one ends, for B = 1 and without `initial`: each begins
-            with a state of 0. None if each row is a document.
-        scale: multiplies q.
-        eps: where it is not 0, q and k are divided by sqrt(sum(q^2) + eps) first.
+        initial, offsets, scale, eps: as for `gated_delta_rule`.
 
     Returns:
         (o, final): [B, T, H, V] in q's dtype, and the state after the last token, [B, H, K, V] in that of the

@@ -60,8 +60,7 @@ def selective_scan(
         b: [B, T, N].
         c: [B, T, N].
         initial: the state before the first token, [B, D, N]; None for 0.
-        offsets: int [S + 1], where documents begin and the last one ends, for B = 1 and without `initial`: each begins
-            with a state of 0. None if each row is a document.
+        offsets: as for `gated_delta_rule`.
 
     Returns:
         (y, final): [B, T, D] in x's dtype, and the state after the last token, [B, D, N] in that of the arithmetic.

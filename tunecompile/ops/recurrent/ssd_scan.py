@@ -41,8 +41,7 @@ def ssd_scan(
         g: [B, T, H], at most 0: the logarithm of the state's decay.
         dt: [B, T, H].
         initial: the state before the first token, [B, H, N, P]; None for 0.
-        offsets: int [S + 1], where documents begin and the last one ends, for B = 1 and without `initial`: each begins
-            with a state of 0. None where each row is a document.
+        offsets: as for `gated_delta_rule`.
 
     Returns:
         (y, final): [B, T, H, P] in c's dtype, and the state after the last token, [B, H, N, P] in that of the
