@@ -1,4 +1,4 @@
-"""The house keeps its shape: imports go down and in no circle, private names stay in one place, folders stay small."""
+"""The house keeps its shape: imports go down, in no circle; private names in one place; folders and classes small."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ PRIVATE = re.compile(
 )
 FACTORIES = r"torch\.(arange|empty(_strided)?|eye|full|linspace|ones|rand(n|int|perm)?|scalar_tensor|tensor|zeros)"
 LARGEST = 16  #: entries of a folder
+MOST_METHODS = 16  #: of a class of `runtime`
 WIDE = {"tunecompile/cli/compare"}  #: one command, whose files are its parts
 
 
@@ -160,6 +161,17 @@ def crowded(files: Mapping[str, str]) -> dict[str, int]:
     return {folder: count for folder, count in folders.items() if count > LARGEST and folder not in WIDE}
 
 
+def many_sided(files: Mapping[str, str]) -> list[str]:
+    return [
+        f"{path}: {node.name} has {count} methods"
+        for path, source in files.items()
+        if path.startswith("runtime/")
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+        and (count := sum(isinstance(item, ast.FunctionDef) for item in node.body)) > MOST_METHODS
+    ]
+
+
 def test_imports_go_down():
     assert upward(sources()) == []
 
@@ -186,6 +198,10 @@ def test_folders_are_small():
     assert len(rooms - {"__pycache__", "passes", "templates"}) <= LARGEST, rooms
 
 
+def test_classes_of_the_runtime_do_one_thing():
+    assert many_sided(sources()) == []
+
+
 def test_every_package_has_a_level():
     assert {top(path) for path in sources()} == set(LEVEL)
 
@@ -203,6 +219,7 @@ def test_every_package_has_a_level():
         (private, "report/planted.py", "slot = module._compiled_call_impl\n"),
         (elsewhere, "planner/planted.py", "pinned = torch.empty(8, pin_memory=True)\n"),
         (crowded, None, ""),
+        (many_sided, "runtime/planted.py", "class Wide:\n" + "    def at(self): ...\n" * 17),
     ],
 )
 def test_violations_are_seen(net, path, code):

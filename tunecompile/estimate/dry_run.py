@@ -286,8 +286,8 @@ def _planner(
 ) -> DryRunPlanner:
     """The planner of a step's budget; without a budget, one that bounds nothing but knows the device's bytes."""
     bounded, somewhere = spec is not None, device.type == "cuda" or gpu is not None
-    host = HOST if stage.host_bytes is None and gpu is not None else stage.host_bytes
-    offload = Offload(device, host, stage.offload_dir) if somewhere and bounded and host != 0 else None
+    host = HOST if stage.settings.host_bytes is None and gpu is not None else stage.settings.host_bytes
+    offload = Offload(device, host, stage.settings.offload_dir) if somewhere and bounded and host != 0 else None
     keepable = somewhere and bounded and stage.precision is None
     return DryRunPlanner(
         spec if bounded else "auto" if somewhere else UNBOUNDED,

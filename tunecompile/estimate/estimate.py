@@ -196,9 +196,9 @@ def state_for(model: nn.Module, memory: Spec, host_memory: Spec) -> State:
     done: State | None = getattr(model, ATTRIBUTE, None)
     memory = done.memory if memory is None and done is not None else memory
     budget_bytes(memory, HostGauge())
-    host = done.host_bytes if host_memory is None and done is not None else host_budget_bytes(host_memory)
+    host = done.settings.host_bytes if host_memory is None and done is not None else host_budget_bytes(host_memory)
     passes = done.passes if done is not None else pipeline(own_passes.PIPELINE)
-    settings = Settings(passes, "eager", done and done.precision, memory, host, done and done.offload_dir)
+    settings = Settings(passes, "eager", done and done.precision, memory, host, done and done.settings.offload_dir)
     return State(model, settings, PARTS)
 
 

@@ -205,16 +205,6 @@ class State(NotCopied):
         return self.settings.precision
 
     @property
-    def host_bytes(self) -> int | None:
-        """Bytes of pinned host memory that may be used."""
-        return self.settings.host_bytes
-
-    @property
-    def offload_dir(self) -> Path | None:
-        """The folder for activations beyond that."""
-        return self.settings.offload_dir
-
-    @property
     def store(self) -> RankStore:
         """Of the ranks that train the model. Not read before the first training step, when there are adapters and
         ranks.

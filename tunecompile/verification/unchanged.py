@@ -51,7 +51,7 @@ def _forget(model: nn.Module) -> None:
     gc.collect()
     state: State | None = getattr(model, ATTRIBUTE, None)
     for budget in state.step.budgets if state is not None else ():
-        budget.forget_step()
+        budget.progress.forget(budget.memory.gauge)
 
 
 @torch.no_grad()

@@ -29,11 +29,12 @@ def grown(monkeypatch):
     return calls
 
 
-def state_of(*devices, **changes):
+def state_of(*devices, host_bytes=None, offload_dir=None, **changes):
     """A model with a layer on each of these."""
-    given = {"memory": "1GiB", "checkpointed": False, "host_bytes": None, "offload_dir": None, "precision": None}
+    given = {"memory": "1GiB", "checkpointed": False, "precision": None}
     return SimpleNamespace(
         model=nn.Linear(1, 1),
+        settings=SimpleNamespace(host_bytes=host_bytes, offload_dir=offload_dir),
         slots=[SimpleNamespace(device=device) for device in devices],
         heads=["head"],
         regions=[SimpleNamespace(replays="replays") for _ in devices],

@@ -90,7 +90,6 @@ def test_a_step_that_exceeded_its_budget_is_planned_anew():
     assert made.plans == 2 and made.memory.surplus > 0 and not made.progress.exceeded and gauge.released == 2
     made.pause()
     gauge.most = 50_000
-    made.forget_step = None  # not called
     step(made)
     assert made.plans == 2, "a generation between steps"
 

@@ -97,7 +97,7 @@ def test_what_was_no_step_is_forgotten():
     forgotten = []
     made.memory.gauge.forget_peak = lambda: forgotten.append(setattr(made.memory.gauge, "most", 3))
     made.memory.gauge.most = 9
-    made.forget_step()
+    made.progress.forget(made.memory.gauge)
     assert len(forgotten) == 1 and (made.progress.highest, made.progress.steps) == (3, 0)
     assert made.memory.gauge.released == 2, "before the plan, and now"
 

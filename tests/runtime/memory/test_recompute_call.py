@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tunecompile.errors import LayerChanged, ModifiedInPlace
+from tunecompile.notes import note
 from tunecompile.runtime.memory.recompute_call import NotExact, RecomputeCall, _flat
 from tunecompile.runtime.memory.rng_autocast import RngAutocastState
 from tunecompile.runtime.watch.module_watch import ModuleSnapshot
@@ -112,10 +113,7 @@ class Host:
 
     def __init__(self):
         self.anchor, self.looked, self.calls = torch.empty(0, requires_grad=True), {}, set()
-        self.open, self.running, self.bare, self.refused = 0, None, False, []
-
-    def refuse(self, slot, reason):
-        self.refused.append(reason.code)
+        self.open, self.running, self.bare, self.refused = 0, None, False, {}
 
 
 def called(layer, *args):
@@ -216,7 +214,8 @@ def test_a_first_call_that_writes_to_a_buffer_is_the_callers_own():
     write_buffer(layer, None)
     output = given * layer.weight
     call._weights = lambda: [torch.autograd.graph.get_gradient_edge(layer.weight).node]
-    assert call.first(output) is output and call.recovery.refused == ["write-in-place"] and not call.recovery.calls
+    assert call.first(output) is output and not call.recovery.calls
+    assert call.recovery.refused == {id(call.slot): note("write-in-place")}
 
 
 def test_a_later_call_that_wrote_to_a_buffer_keeps_its_graph():
@@ -227,7 +226,7 @@ def test_a_later_call_that_wrote_to_a_buffer_keeps_its_graph():
     call._weights = lambda: [torch.autograd.graph.get_gradient_edge(layer.weight).node]
     write_buffer(layer, None)
     returned = call.join([given * layer.weight])
-    assert call.recovery.refused == ["write-in-place"] and returned[0].requires_grad
+    assert call.recovery.refused == {id(call.slot): note("write-in-place")} and returned[0].requires_grad
     assert call.drop() is False and call.edges is not None
 
 

@@ -183,7 +183,7 @@ def test_what_would_help_most():
 def test_reasons_are_told_once():
     found = recovery(Budget(0))
     for place in range(2):
-        found.refuse(layer(), note("have-hooks"))
+        found.refused[place] = note("have-hooks")
         found.watched = bool(place)
     told = found.report_notes()
     assert len(told) == 1 and has(told, "layers-not-repeated", reason="have-hooks")

@@ -74,7 +74,7 @@ def test_results_are_read_as_they_were_before_they_were_padded(keep, named):
     flat.leave(row, keep=False)
     again = flat.leave(row, keep=True)
     assert flat.rows.shared
-    flat.forget()
+    flat.rows.forget()
     assert not flat.rows.shared and flat.rows.last is None and entered(again)[0] is not row
 
 
@@ -166,7 +166,7 @@ def test_a_result_that_becomes_that_of_another_function_is_gathered_again():
     flat = FlatBatch.of_whole_rows(2, 6, 0, torch.device("cpu"))
     hidden = torch.randn(2, 6, 3, requires_grad=True)
     made = Checkpoint.apply(hidden)
-    row = flat.row_of(made)
+    row = flat.rows.row_of(made)
     assert made.requires_grad and (row is None or row.requires_grad)
     (again,), _ = flat.enter((made,), {}, None, keep=True)
     again.sum().backward()

@@ -75,7 +75,7 @@ def test_entries_are_for_the_row_inside_and_for_the_batch_outside(kind, keep):
     mapping["sliding"][0].add_(1)
     found = call_of(flat, mapping, keep).kwargs["shared"]["sliding"][0]
     assert torch.equal(found[:, :, :15], keys[:, :, :15] + 1), "it was written to"
-    flat.forget()
+    flat.rows.forget()
     assert call_of(flat, mapping, keep).kwargs["shared"]["sliding"][1] is not values and flat_of(4).rows.handed == {}
 
 

@@ -22,6 +22,7 @@ from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.image_bounds import ImageBounds, read_bounds
 from tunecompile.runtime.unpad.owner_call import OwnerCall
+from tunecompile.runtime.unpad.rounding.patches import row_of_patches
 from tunecompile.runtime.unpad.rounding.rounding import Rounding
 
 tf = pytest.importorskip("transformers")
@@ -151,10 +152,10 @@ def test_patches_are_filled_once_before_the_first_block_and_cut_behind_the_last(
     """Of one kind of bounds. A row that is filled for each block would be a copy for each."""
     waited_for(monkeypatch)
     ours, plain = towers(make)
-    made, each = [], FlatBatch._each_token
+    made, each = [], FlatBatch.at
     for at, grids in enumerate(GRIDS[:4]):
         if at == 3:
-            monkeypatch.setattr(FlatBatch, "_each_token", lambda self, x: made.append(x.shape) or each(self, x))
+            monkeypatch.setattr(FlatBatch, "at", lambda self, x, index: made.append(x.shape) or each(self, x, index))
         same(ours, plain, images(grids), floor=1e-6)
     patches = sum(t * h * w for t, h, w in GRIDS[3])
     assert made == [(patches, 32), (patches, 16), (patches, 16)], "hidden states and two tables"
@@ -197,7 +198,7 @@ def test_blocks_that_mix_patches(shapes, monkeypatch):
 
 def test_what_fills_up_a_row_is_an_image_of_its_own():
     bounds = torch.tensor([0, 4, 12, 12, 20])
-    flat = FlatBatch.of_patches(20, 64, True, bounds.device)
+    flat = row_of_patches(20, 64, True, bounds.device)
     flat = flat.by_images(bounds, *(lambda read: (read[0], len(read[1]) - 1))(read_bounds(bounds, 20)))
     assert flat.offsets.tolist() == [0, 4, 12, 12, 20, 64, 64, 64] and flat.offsets.dtype == torch.int32
     assert flat.longest.shape == (129, 0) and not flat.drops and flat.is_row(torch.empty(64, 3))
@@ -207,15 +208,15 @@ def test_what_fills_up_a_row_is_an_image_of_its_own():
     assert args[1] is bounds and kwargs["image_bounds"] is bounds and torch.equal(args[0][:20], hidden)
     assert torch.equal(args[0][20:], hidden[:1].expand(44, 5)) and kwargs["table"][0].shape == (64, 3)
     left = flat.leave(args[0] + 1, keep=True)
-    assert torch.equal(left, hidden + 1) and left.is_contiguous() and flat.row_of(left) is not None
+    assert torch.equal(left, hidden + 1) and left.is_contiguous() and flat.rows.row_of(left) is not None
     other = torch.tensor([0, 20])
     flat = flat.by_images(other, read_bounds(other, 20)[0], 300)
     assert flat.bounds is other and flat.offsets.tolist() == [0, 20, 64, 64] and flat.longest.shape == (513, 0)
-    assert flat.row_of(left) is not None, "blocks of windows and of whole images hand on one row"
+    assert flat.rows.row_of(left) is not None, "blocks of windows and of whole images hand on one row"
 
 
 def filled_up():
-    flat = FlatBatch.of_patches(20, 64, True, torch.device("cpu"))
+    flat = row_of_patches(20, 64, True, torch.device("cpu"))
     bounds = torch.tensor([0, 20])
     return flat.by_images(bounds, read_bounds(bounds, 20)[0], 20)
 

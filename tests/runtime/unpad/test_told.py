@@ -61,7 +61,7 @@ def test_whole_rows_are_told_alike():
     assert ones.shape == (1, 16) and ones.dtype == torch.int64 and ones.all()
     _, again = by_rows.tell(rows(rows=flat.rows)).enter((HIDDEN,), {"attention_mask": None}, None, False)
     assert again["attention_mask"] is ones, "made once for all layers"
-    flat.forget()
+    flat.rows.forget()
     assert not flat.rows.ones
 
 

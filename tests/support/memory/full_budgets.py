@@ -25,7 +25,8 @@ class Budget:
         self.memory = types.SimpleNamespace(
             model=nn.Linear(1, 1),
             overflowed=self._overflowed,
-            within=lambda: 5 << 20,
+            allowed=lambda: 5 << 20,
+            surplus=0,
             gauge=types.SimpleNamespace(release=self._release),
             host_is_full=lambda nbytes: nbytes > 10,
         )

@@ -76,11 +76,6 @@ class CompiledLayer(PlacedLayer):
         """The planner of the layer's device, where there is a budget."""
         return self.step.budget_of(self)
 
-    @property
-    def device(self) -> torch.device | None:
-        """Where the layer's weights are; None where accelerate keeps them elsewhere between calls."""
-        return next((parameter.device for parameter in self.layer.parameters() if not parameter.is_meta), None)
-
     def compiled(self, args: tuple, kwargs: dict, finish: Callable = unchanged) -> Any:
         """The layer's call; `finish` gets its output while saved tensors are still hooked."""
         if self.placement is not None:
@@ -256,11 +251,6 @@ class CompiledLayer(PlacedLayer):
     def differentiable(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, Shared | None]:
         """The arguments, with hidden states that require a gradient, and whose memory these share, if they do."""
         return require_grad(self.layer, args, kwargs)
-
-    def _forget_variant(self, flat: FlatBatch) -> None:
-        """No call runs it, unless it is a tower's, which runs other rows as well."""
-        if flat.bounds is None:
-            self.region.forget(self.variant)
 
     def note_eager(self) -> None:
         """A call runs by the layer's own code although it should have been compiled.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -95,7 +95,7 @@ class LayerSlot(CompiledLayer):
             output = self._run_on(row, mode, args, kwargs)
         except RowsRefused as refused:
             output_capturing.take_back(self.collected)
-            self._forget_variant(flat)
+            self.region.forget(self.variant if flat.bounds is None else None)  # a tower's runs other rows as well
             return self._padded(refused.reason, flat, mode, args, kwargs)
         finally:
             self.collected = output_capturing.Collected()  # its lists hold values
@@ -149,7 +149,8 @@ class LayerSlot(CompiledLayer):
 
     def _run_as(self, mode: Mode, args: tuple, kwargs: dict) -> Any:
         if mode.without_gradients:
-            return self._gathered(self._scored, args, kwargs)
+            run = self.scored if self.placement is None else partial(self.placement.call, self.scored)
+            return self._gathered(run, args, kwargs)
         args, kwargs, forced = self.differentiable(args, kwargs)
         if forced is None:
             return self._gathered(self._trained, args, kwargs)
@@ -209,7 +210,7 @@ class LayerSlot(CompiledLayer):
     def _loops(self, args: tuple, kwargs: dict) -> bool:
         """Whether its own code has a loop over tokens, which cannot be compiled in reasonable time."""
         why = self.region.loops.refuse(
-            self.layer, functools.partial(call_original, self.layer), args, kwargs, new=not in_backward()
+            self.layer, partial(call_original, self.layer), args, kwargs, new=not in_backward()
         )
         if why is None:
             return False
@@ -232,6 +233,3 @@ class LayerSlot(CompiledLayer):
             return self.checkpointed_by(lambda *args: self.compiled(args, kwargs), *args)
         recovery = self.step.recovery
         return self.compiled(args, kwargs) if recovery is None else recovery.layer(self, args, kwargs)
-
-    def _scored(self, args: tuple, kwargs: dict) -> Any:
-        return self.scored(args, kwargs) if self.placement is None else self.placement.call(self.scored, args, kwargs)

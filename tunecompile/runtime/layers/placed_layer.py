@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from tunecompile._torch.distributed import sharded
@@ -45,6 +46,11 @@ class PlacedLayer:
         self.placement: LayerHost | None = None
         self.states: PackedStates | None = None  #: gives gathered weights their quantisation state
         self.images: ImageBounds | None = None  #: for a layer of a tower
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the layer's weights are; None where accelerate keeps them elsewhere between calls."""
+        return next((parameter.device for parameter in self.layer.parameters() if not parameter.is_meta), None)
 
     @property
     def gathers(self) -> bool:

@@ -151,7 +151,7 @@ class Region:
         compiled_as = CompiledAs(self.itself, setting, way)
         return Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread)
 
-    def forget(self, variant: Variant) -> None:
+    def forget(self, variant: Variant | None) -> None:
         """No call runs it any more."""
         self.variants = {key: each for key, each in self.variants.items() if each is not variant}
 

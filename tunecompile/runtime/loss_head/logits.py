@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -149,17 +148,6 @@ class Logits:
             )
         )
 
-    def multiply(self, step: Step) -> None:
-        """Record an in-place product."""
-        self.steps = (*self.steps, step)
-        self.writes.append((self.path, step))
-        self.seen += 1
-
-    @property
-    def labelled(self) -> Any:
-        """What is known of the share of labelled rows."""
-        return self.head.labelled_evaluated if self.evaluated else self.head.labelled
-
     @property
     def base(self) -> Logits:
         """The first recipe of the memory that these logits share."""
@@ -256,23 +244,19 @@ def write(func: Callable, args: tuple, kwargs: dict) -> Any:
         or (recipe.trained and not torch.is_grad_enabled())
     ):
         return NotImplemented
-    recipe.multiply(Step(func, recipe.meta, args[1:]))
+    step = Step(func, recipe.meta, args[1:])
+    recipe.steps, recipe.seen = (*recipe.steps, step), recipe.seen + 1
+    recipe.writes.append((recipe.path, step))
     return args[0]
 
 
 def shape_of(func: Callable, meta: Tensor, args: tuple, kwargs: dict) -> Tensor | None:
-    """What a call gives that takes no other tensor: its shape and dtype; None where it cannot be recorded."""
-    return (
-        None if any(map(_holds_tensor, itertools.chain(args, kwargs.values()))) else _try_meta(func, meta, args, kwargs)
-    )
+    """What a call gives that takes no other tensor: its shape and dtype.
 
-
-def _holds_tensor(item: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(item))
-
-
-def _try_meta(func: Callable, meta: Tensor, args: tuple, kwargs: dict) -> Tensor | None:
-    """The result's shape and dtype, or None where the call moves the tensor elsewhere or does not apply."""
+    None where it cannot be recorded: it moves the tensor elsewhere, or does not apply.
+    """
+    if any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
+        return None
     if func in (Tensor.to, Tensor.type) and any(not isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         devices = [a for a in (*args, *kwargs.values()) if isinstance(a, (str, torch.device))]
         return None if func is Tensor.type or devices else meta

@@ -56,7 +56,8 @@ def _of_rows(recipe: Logits, chain: Chain, call: LossCall) -> Tensor:
     op is retried between them.
     """
     hidden, target, rows = recipe.rows(chain), call.target.to(recipe.hidden.device), None
-    if call.ignore_index != NO_LABEL and (rows := recipe.labelled.rows(target, call.ignore_index)) is not None:
+    labelled = recipe.head.labelled_evaluated if recipe.evaluated else recipe.head.labelled
+    if call.ignore_index != NO_LABEL and (rows := labelled.rows(target, call.ignore_index)) is not None:
         hidden, target = hidden[rows], target[rows]
     op = linear_cross_entropy_rows if call.reduction == "none" else linear_cross_entropy
 

@@ -101,10 +101,6 @@ class MemoryAccounting:
         bounded = self.bounds_all and isinstance(self.limit, int)  # without a number, it is what is available
         return min(allowed, self.gauge.available()) if bounded else allowed
 
-    def within(self) -> int:
-        """Bytes that would have been the right budget, as far as steps have shown."""
-        return max(0, self.allowed() - self.surplus)
-
     def begin_layers(self, tokens: int) -> None:
         """Before the first layer of a step on so many tokens."""
         self.recordings.begin(tokens)
@@ -128,7 +124,7 @@ class MemoryAccounting:
             resident=self.others() + self._to_come(first) + passing + self.surplus,
             tail=self.tail(tokens),
             summed=summed_bytes(self.model, self.head_weights(), self.shards.graded) if self.bounds_all else 0,
-            host=self.host_bytes(),
+            host=host_bytes(self.offload),
             ceiling=self.ceiling,
             offload=self.offload is not None,
             all_seen=all_seen,
@@ -194,10 +190,6 @@ class MemoryAccounting:
         """Whether allocations failed on the device since this was last asked."""
         before, self.failures = self.failures, self.gauge.failures()
         return self.failures > before
-
-    def host_bytes(self) -> int | None:
-        """That may leave the device; None for any number."""
-        return host_bytes(self.offload)
 
     def host_is_full(self, nbytes: int) -> bool:
         """Whether so many bytes more could not leave the device."""

@@ -21,10 +21,6 @@ from tunecompile.runtime.memory.plan_maker import PlanMaker
 class RuntimePlanner(PlanMaker):
     """Gives every layer on one device its plan."""
 
-    def forget_step(self) -> None:
-        """Forget the device's peak: other code than the training ran since the last step."""
-        self.progress.forget(self.memory.gauge)
-
     def begin(self) -> None:
         """At the model's entry: learn how many bytes the last step needed."""
         if self.offload is not None:
@@ -48,8 +44,14 @@ class RuntimePlanner(PlanMaker):
         Returns:
             The plan; and where that has to be made first, the function that makes it of the joint graph.
         """
-        if not self.progress.layers_began:
-            self._begin_layers(tokens)
+        now = self.progress
+        if not now.layers_began:
+            now.layers_began, now.tokens = True, tokens
+            now.survey_step = now.survey_step or now.steps
+            self.ran.clear()
+            self.memory.begin_layers(tokens)
+            self._review()
+            self.trace.begin(now.steps, self.admitted and self.admitted.choice.options, tokens)
         self.trace.note("forward", self.places[id(slot)])
         look = self._look(slot, kind) if id(slot) not in self.options else None
         return self._plan_of(slot), look
@@ -58,16 +60,6 @@ class RuntimePlanner(PlanMaker):
         """What a layer follows in steps of so many tokens; None as long as none of that many was planned."""
         option = self.options.get(id(slot))
         return None if option is None or self.admitted is None or tokens > self.admitted.tokens else option.plan
-
-    def _begin_layers(self, tokens: int) -> None:
-        """Once a step, at its first layer."""
-        now = self.progress
-        now.layers_began, now.tokens = True, tokens
-        now.survey_step = now.survey_step or now.steps
-        self.ran.clear()
-        self.memory.begin_layers(tokens)
-        self._review()
-        self.trace.begin(now.steps, self.admitted and self.admitted.choice.options, tokens)
 
     def around(self, slot: PlannedLayer, planned: bool = True) -> AbstractContextManager:
         """A context for a layer's call: saved tensors are offloaded, where its plan says so.

@@ -84,10 +84,6 @@ class Recovery:
         slots = [budget.layers[0] for budget in self.budgets] or self.slots
         return list(dict.fromkeys(device for slot in slots if (device := slot.device) is not None))
 
-    def refuse(self, slot: RepeatableLayer, reason: Note) -> None:
-        """From here on this slot's layer is not repeated."""
-        self.refused[id(slot)] = reason
-
     def begin(self) -> None:
         """At the model's entry, after the budgets' own: plan for less if the last step ran out of memory for good."""
         for budget in [each for each in self.budgets if each.memory.overflowed()]:
@@ -142,7 +138,7 @@ class Recovery:
             with also_watching(call.met.append):
                 return slot.compiled(*call.through(), call.first)
         except NotExact as inexact:
-            self.refuse(slot, inexact.reason)
+            self.refused[id(slot)] = inexact.reason
         start.rewind()
         self.open += 1
         return slot.compiled(args, kwargs)
@@ -224,7 +220,7 @@ class Recovery:
         return RankLost(
             rank=self.agreement.board.rank,
             ranks=self.agreement.board.ranks,
-            less=shown(self.running.memory.within()),
+            less=shown(max(0, self.running.memory.allowed() - self.running.memory.surplus)),
             **told,
         )
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,8 +32,7 @@ class Planned(Protocol):
     model: nn.Module
     memory: Spec
     checkpointed: bool
-    host_bytes: int | None
-    offload_dir: Path | None
+    settings: Any  #: `runtime.model_state.Settings`
     precision: str | None
     slots: Sequence[PlannedLayer]
     heads: Sequence[PlannedHead]
@@ -80,10 +78,8 @@ def make_budgets(state: Planned) -> tuple[RuntimePlanner, ...]:
         )
         for device, slots in placed.items()
     ]
-    for budget in made[1:]:
-        budget.surveys.candidates = made[
-            0
-        ].surveys.candidates  # layers of one kind are surveyed once, wherever they are
+    for budget in made[1:]:  # layers of one kind are surveyed once, wherever they are
+        budget.surveys.candidates = made[0].surveys.candidates
     return tuple(made)
 
 
@@ -99,14 +95,11 @@ def by_device(slots: Sequence[PlannedLayer]) -> dict[torch.device, list[PlannedL
 
 def _offload(state: Planned, device: torch.device, devices: int) -> Offload | None:
     """The offloading of one device; None on a CPU, and where no host memory may be taken."""
-    if device.type != "cuda" or state.host_bytes == 0:
+    given = state.settings.host_bytes
+    if device.type != "cuda" or given == 0:
         return None
-    host = (
-        state.host_bytes
-        if devices == 1
-        else (available() // 2 if state.host_bytes is None else state.host_bytes) // devices
-    )
-    return Offload(device, host, state.offload_dir)
+    host = given if devices == 1 else (available() // 2 if given is None else given) // devices
+    return Offload(device, host, state.settings.offload_dir)
 
 
 def _leave_out_recordings(state: Planned, devices: Iterable[torch.device]) -> None:

@@ -71,7 +71,7 @@ class PlanMaker:
         if error is not None:  # the step goes on with what was surveyed before, or without a plan
             known = max(filter(None, (before, found)), key=lambda each: len(each.rows), default=None)
             missing = "no-memory-plan" if known is None else "few-memory-plans"
-            self._note_failure(missing, slot.region.name, error)
+            self.notes = [*dict.fromkeys([*self.notes, _note_failure(missing, slot.region.name, error)])]
             found = known and replace(known, whole=True)  # it would fail again
         self.surveys.reopened.discard(region)
         if found is None:
@@ -96,10 +96,6 @@ class PlanMaker:
     def _all_seen(self, known: dict[int, RegionCandidates]) -> bool:
         """Whether each kind of layer was surveyed, or has had its step without showing a backward."""
         return self.progress.steps > self.progress.survey_step or all(region in known for region in self.regions)
-
-    def _note_failure(self, code: str, subject: str, error: Exception) -> None:
-        made = note(code, subject, f"{type(error).__name__}: {str(error)[:200]}")
-        self.notes += [made] if made not in self.notes else []
 
     def _follow_the_user(self) -> None:
         """Without any candidates, layers follow the user's own checkpointing."""
@@ -177,7 +173,9 @@ class PlanMaker:
             room = 0 if self.progress.exceeded else made.room + made.spare - made.weights
             if self.memory.recordings.make_way(made.choice.peak * tokens // made.tokens, room):
                 self.memory.gauge.release()
-        if not self.surveys.candidates or (made is not None and self._still_serves(made) and self._is_final(made)):
+        surveyed = self._surveyed(self.surveys.candidates)
+        serves = made is not None and still_serves(made, self.memory, self.progress, self.allowed)
+        if not self.surveys.candidates or (serves and is_final(made, self.progress, surveyed)):
             return
         try:
             made = self._admit()
@@ -185,39 +183,10 @@ class PlanMaker:
             if made is not None:
                 raise
             # layers of this kind are on another device, too, and were surveyed there
-            self._note_failure("no-memory-plan", str(self.device), error)
+            self.notes = [*dict.fromkeys([*self.notes, _note_failure("no-memory-plan", str(self.device), error)])]
             return
         if not made.settles(self._surveyed(self.surveys.candidates)):
             self._survey_again()
-
-    def _is_final(self, made: AdmittedPlan) -> bool:
-        """Whether no survey could change the plan: every kind of layer was seen, with all its plans where none fits."""
-        guessed = not made.seen and self.progress.steps > self.progress.survey_step
-        surveyed = self._surveyed(self.surveys.candidates)
-        return not guessed and (made.settles(surveyed) or all(found.whole for found in surveyed))
-
-    def _still_serves(self, made: AdmittedPlan) -> bool:
-        """Whether the plan serves this batch, too: a plan for each size of batch would compile without end."""
-        tokens = self.progress.tokens
-        if (
-            made.for_one_step
-            or self.progress.exceeded
-            or self.memory.others() > GROWN * made.resident
-            or self._room_changed(made)
-        ):
-            return False
-        if not made.records_all and self.memory.recordings.saving(tokens) > WEIGHED * made.saving:
-            return False  # now it is known what recordings would save
-        if tokens > made.tokens:
-            return made.choice.peak * tokens <= (made.room - made.weights) * made.tokens
-        return tokens >= SHRUNK * made.tokens or not any(
-            o.offloaded or o.plan not in (KEEP, KEEP_WEIGHTS) for options in made.choice.options for o in options
-        )
-
-    def _room_changed(self, made: AdmittedPlan) -> bool:
-        """Whether others took memory that the plan needs, or gave back what a faster one may use."""
-        gained = self.memory.allowed() - self.allowed if self.memory.bounds_all else 0
-        return abs(gained) > MARGIN * self.allowed and not made.outlives(gained, self.memory.checkpointed)
 
     def _request(self, tokens: int) -> StepRequest:
         known = self.surveys.candidates
@@ -262,3 +231,32 @@ class PlanMaker:
         self.offloading = made.choice.offloads
         if self.offload is not None:
             self.offload.ahead = made.choice.ahead
+
+
+def _note_failure(code: str, subject: str, error: Exception) -> Note:
+    return note(code, subject, f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def still_serves(made: AdmittedPlan, memory: MemoryAccounting, progress: Progress, allowed: int) -> bool:
+    """Whether a plan serves the next batch, too: a plan for each size of batch would compile without end.
+
+    allowed: bytes that torch's allocator was allowed to hold when it was made.
+    """
+    tokens = progress.tokens
+    gained = memory.allowed() - allowed if memory.bounds_all else 0  # what others gave back, or took
+    moved = abs(gained) > MARGIN * allowed and not made.outlives(gained, memory.checkpointed)
+    if made.for_one_step or progress.exceeded or memory.others() > GROWN * made.resident or moved:
+        return False
+    if not made.records_all and memory.recordings.saving(tokens) > WEIGHED * made.saving:
+        return False  # now it is known what recordings would save
+    if tokens > made.tokens:
+        return made.choice.peak * tokens <= (made.room - made.weights) * made.tokens
+    return tokens >= SHRUNK * made.tokens or not any(
+        o.offloaded or o.plan not in (KEEP, KEEP_WEIGHTS) for options in made.choice.options for o in options
+    )
+
+
+def is_final(made: AdmittedPlan, progress: Progress, surveyed: Sequence[RegionCandidates]) -> bool:
+    """Whether no survey could change a plan: every kind of layer was seen, with all its plans where none fits."""
+    guessed = not made.seen and progress.steps > progress.survey_step
+    return not guessed and (made.settles(surveyed) or all(found.whole for found in surveyed))

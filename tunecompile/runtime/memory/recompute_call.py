@@ -43,11 +43,6 @@ class RepeatableLayer(PlannedLayer, Protocol):
         ...
 
     @property
-    def device(self) -> torch.device | None:
-        """The device of its weights."""
-        ...
-
-    @property
     def gathers(self) -> bool:
         """Whether weights are gathered, and ranks communicate, around its call alone."""
         ...
@@ -71,10 +66,7 @@ class RecomputeHost(Protocol):
     open: int  #: calls whose backward pass is still to come
     running: RuntimePlanner | None  #: of the layer whose backward runs
     bare: bool  #: whether graphs are dropped as soon as they are made
-
-    def refuse(self, slot: RepeatableLayer, reason: Note) -> None:
-        """From now on this layer is not repeated."""
-        ...
+    refused: dict[int, Note]  #: by slot: why its layer is not repeated from now on
 
     def full(self, error: torch.OutOfMemoryError) -> RuntimePlanner:
         """The budget of the full device."""
@@ -211,7 +203,7 @@ class RecomputeCall:
         self.recovery.open += 1
         if self.containers.written:
             self.containers.write_back()
-            self.recovery.refuse(self.slot, note("write-in-place"))
+            self.recovery.refused[id(self.slot)] = note("write-in-place")
             return output
         try:
             made = self._look(output)
@@ -220,10 +212,12 @@ class RecomputeCall:
             if self._is_held(made, output):
                 raise NotExact(note("expose-tensors"))  # a loss may go through the layer's own graph
         except NotExact as inexact:
-            self.recovery.refuse(self.slot, inexact.reason)
+            self.recovery.refused[id(self.slot)] = inexact.reason
             return output
         self.recovery.looked.setdefault(id(self.slot), set()).update(self.met)
-        if self._shares():
+        # an earlier layer may share its weights, whose gradients would then count as its own
+        behind, _ = walk([get_gradient_edge(tensor) for tensor in self.given if tensor.requires_grad], [])
+        if not set(behind).isdisjoint(edge.node for edge, _ in self.weights):
             return output
         self.recovery.open -= 1
         return self._joined(output, made)
@@ -239,11 +233,6 @@ class RecomputeCall:
             return True
         return any(holders(tensor, around) for tensor in made)
 
-    def _shares(self) -> bool:
-        """Whether an earlier layer shares its weights, whose gradients would then count as its own."""
-        behind, _ = walk([get_gradient_edge(tensor) for tensor in self.given if tensor.requires_grad], [])
-        return not set(behind).isdisjoint(edge.node for edge, _ in self.weights)
-
     def join(self, output: Any) -> Any:
         """The output of a later call for the caller.
 
@@ -254,7 +243,7 @@ class RecomputeCall:
             raise NotExact(note("write-in-place"))
         made = self._look(output)
         if not self.repeatable:  # from the next call on; this one's arguments are detached, and it keeps its graph
-            self.recovery.refuse(self.slot, note("write-in-place"))
+            self.recovery.refused[id(self.slot)] = note("write-in-place")
         return self._joined(output, made)
 
     def _look(self, output: Any) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.decision import AS_IT_COMES, PADDED, UnpadDecision, decide
 from tunecompile.runtime.unpad.documents import windows_of
-from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch
+from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, FlatBatch, HasNoTokens
 from tunecompile.runtime.unpad.masks.given import bounds_in, is_given, mask_in, padding_in
 from tunecompile.runtime.unpad.masks.pairs import identity, version
 from tunecompile.runtime.unpad.masks.presume import AHEAD, Presumptions
@@ -88,7 +89,7 @@ class Batches:
             return found
         flat, mask = found
         call.shared = flat.shared
-        if call.prefixes is not None and call.prefixes.must_be_checked() and flat.copies_differ(args, kwargs, mask):
+        if call.prefixes is not None and call.prefixes.must_be_checked() and copies_differ(flat, args, kwargs, mask):
             raise RowsRefused(note("copies-differ"))
         return found
 
@@ -113,7 +114,9 @@ class Batches:
 
     def row_of(self, hidden: Any) -> tuple[FlatBatch, Tensor] | None:
         """The batch of which these hidden states are a layer's result, and the row that they were."""
-        rows = ((flat, flat.row_of(hidden)) for flat in self._flats(self.running)) if self.running is not None else ()
+        rows = (
+            ((flat, flat.rows.row_of(hidden)) for flat in self._flats(self.running)) if self.running is not None else ()
+        )
         return next(((flat, row) for flat, row in rows if row is not None), None)
 
     def _flats(self, call: OwnerCall) -> list[FlatBatch]:
@@ -208,10 +211,6 @@ class Batches:
             return note("weights-gathered")
         return refusals.wants_router_logits(self.owner, given)
 
-    def _recurs(self) -> bool:
-        """Whether layers have recurrences that know documents."""
-        return any(map(knows_documents, self.members()))
-
     def _why_others_read_padding(self) -> Note | None:
         """Whether a layer that is not compiled by us is among those of the call: it would read zeros at padding."""
         for layer in self.members():
@@ -221,3 +220,22 @@ class Batches:
 
     def _note(self, reason: Note, batches: str = PADDED) -> None:
         self.notes[note(batches, type(self.owner).__name__, reason)] = None
+
+
+def copies_differ(flat: FlatBatch, args: tuple, kwargs: dict, mask: Tensor | None) -> bool:
+    """Whether rows that share tokens differ there in any of a layer's arguments. It waits for the device.
+
+    Args:
+        flat: of these rows.
+        args, kwargs: of the layer, for the batch.
+        mask: the one among them that was read.
+    """
+    given = [each for value in (*args, *kwargs.values()) for each in (value if isinstance(value, tuple) else (value,))]
+    for value in given:
+        if not isinstance(value, Tensor) or not value.dim() or value is mask:
+            continue
+        for places, tokens in flat.shared.again if flat.shared is not None else ():
+            with contextlib.suppress(HasNoTokens):
+                if not torch.equal(flat.at(value, places), flat.at(value, flat.index[tokens])):
+                    return True
+    return False

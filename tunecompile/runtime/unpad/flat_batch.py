@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +15,7 @@ from tunecompile.compiler.token_wise.graph import IMAGE_OFFSETS, OFFSETS, ROW_OF
 from tunecompile.notes import note
 from tunecompile.runtime.cuda_graphs.between import Between
 from tunecompile.runtime.step.rows_refused import RowsRefused
-from tunecompile.runtime.unpad.documents import BOTH_WAYS, Documents
+from tunecompile.runtime.unpad.documents import Documents
 from tunecompile.runtime.unpad.masks.given import hidden_in
 from tunecompile.runtime.unpad.prefixes.shared import SharedPrefixes
 from tunecompile.runtime.unpad.sizes import launched_for, multiple_on, power_of_two, rounded_to
@@ -53,6 +52,32 @@ class Rows:
     #: by the id of bounds of images: these, and the offsets and the longest that they make
     images: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     ones: dict[torch.dtype, Tensor] = field(default_factory=dict)  #: [1, N], which tokens are real: all of them
+
+    def forget(self) -> None:
+        """The model's layers are done: let go of what they share."""
+        for each in (self.shared, self.handed, self.images, self.ones):
+            each.clear()
+        self.last = None
+
+    def all_real(self, dtype: torch.dtype, index: Tensor) -> Tensor:
+        """Ones [1, N], for an index [N]."""
+        if dtype not in self.ones:
+            self.ones[dtype] = torch.ones(1, len(index), dtype=dtype, device=index.device)
+        return self.ones[dtype]
+
+    def row_of(self, padded: Tensor) -> Tensor | None:
+        """What a layer's result was before it was padded, so that what comes next need not gather it again.
+
+        None where it is another tensor, was written to, or where a hook waits for its gradient.
+        """
+        if isinstance(padded, Between):
+            return padded.passed(self, padded.under_way)
+        if self.last is None:
+            return None
+        made, state, flat = self.last
+        if made() is not padded or _state(padded) != state or padded._backward_hooks or padded.retains_grad:
+            return None
+        return flat
 
 
 @dataclass
@@ -121,19 +146,6 @@ class FlatBatch:
         longest = torch.empty(longest, 0, device=device)
         return FlatBatch(shared.index, shared.offsets, longest, window, count, shape, shared=shared)
 
-    def seen_back(self, window: int) -> FlatBatch:
-        """The same tokens, of which each sees so many before it, for layers that run between these."""
-        return replace(self, window=window)
-
-    @staticmethod
-    def of_patches(patches: int, total: int, lone: bool, device: torch.device) -> FlatBatch:
-        """A tower's row, filled up to `total`. `by_images` says where its images begin."""
-        index = F.pad(torch.arange(patches, device=device), (0, total - patches))
-        nothing = torch.empty(0, 0, device=device)
-        made = FlatBatch(index, nothing, nothing, BOTH_WAYS, patches, (1, patches), whole=True)
-        made.lone, made.rounds = lone, True
-        return made
-
     def by_images(self, bounds: Tensor, offsets: Tensor, longest: int) -> FlatBatch:
         """The same row for layers that are given these bounds: what fills it up is an image behind the others.
 
@@ -158,10 +170,6 @@ class FlatBatch:
         size = (len(self.index),) if self.lone else (1, len(self.index))
         return isinstance(value, Tensor) and value.shape[: len(size)] == size
 
-    def is_inside(self, value: Any) -> bool:
-        """Whether it may be what a module inside a layer made of each of the row's tokens."""
-        return isinstance(value, Tensor) and value.shape[:1] == (len(self.index),)
-
     @property
     def drops(self) -> bool:
         """Whether hidden states at padding are not computed."""
@@ -182,7 +190,7 @@ class FlatBatch:
         """
         if self.shared is not None or other.shared is not None:
             alike = self.shared is other.shared
-            return None if not alike else other if self.window == other.window else other.seen_back(self.window)
+            return None if not alike else other if self.window == other.window else replace(other, window=self.window)
         alike = self.rows is other.rows or (
             (self.real, self.shape) == (other.real, other.shape)
             and self.offsets.shape == other.offsets.shape
@@ -192,7 +200,7 @@ class FlatBatch:
         )
         if not alike:
             return None
-        return other if self.window == other.window else other.seen_back(self.window)
+        return other if self.window == other.window else replace(other, window=self.window)
 
     def enter(self, args: tuple, kwargs: dict, mask: Tensor | None, keep: bool) -> tuple[tuple, dict] | None:
         """A layer's arguments for the row; None where one of them has neither a row nor a column for each token.
@@ -207,14 +215,15 @@ class FlatBatch:
         places += [self.fills] * bool(self.fills)
         hidden = hidden_in(args, kwargs)
         try:
-            flat = [None if v is mask else self._entered(v, keep and v is hidden) for v in args]
+            flat = [None if v is mask else self.entered(v, keep and v is hidden) for v in args]
             named = {
-                name: None if v is mask else v if name in BOUNDARIES else self._entered(v, keep and v is hidden)
+                name: None if v is mask else v if name in BOUNDARIES else self.entered(v, keep and v is hidden)
                 for name, v in kwargs.items()
             }
         except HasNoTokens:
             return None
-        named |= {name: self._ones(dtype) for name, dtype in self.real_rows if name in named and named[name] is None}
+        wanted = [each for each in self.real_rows if each[0] in named and named[each[0]] is None]
+        named |= {name: self.rows.all_real(dtype, self.index) for name, dtype in wanted}
         ours = {OFFSETS: self.offsets, LONGEST: self.longest, WINDOW: str(self.window), MASKS: tuple(places)}
         if self.shared is not None:
             ours |= {TREE: self.shared.tree, PLACES: self.shared.places}
@@ -233,7 +242,14 @@ class FlatBatch:
             keep: whether the next layer may read it as it is.
         """
         if isinstance(output, Tensor):
-            return self._left(output, keep)
+            if output.dim() == 4 and not len(output):  # attention weights of no row, see `unread_weights`
+                return output.new_empty(0, output.shape[1], self.shape[1], self.shape[1])
+            if not self.is_row(output):
+                return output
+            padded = self.unflatten(output)
+            if keep:
+                self.rows.last = weakref.ref(padded), _state(padded), output
+            return padded
         if isinstance(output, (tuple, list)):
             left = [self.leave(item, keep and not at) for at, item in enumerate(output)]
             return type(output)(*left) if hasattr(output, "_fields") else type(output)(left)
@@ -249,22 +265,9 @@ class FlatBatch:
         """
         if self.is_row(value):
             return self.unflatten(value)
-        if not self.is_inside(value):
+        if value.shape[:1] != self.index.shape:
             raise RowsRefused(note("output-holds-more"))
         return self.unflatten(value.unsqueeze(0)).flatten(0, 1)
-
-    def _ones(self, dtype: torch.dtype) -> Tensor:
-        if dtype not in self.rows.ones:
-            self.rows.ones[dtype] = torch.ones(1, len(self.index), dtype=dtype, device=self.index.device)
-        return self.rows.ones[dtype]
-
-    def forget(self) -> None:
-        """The model's layers are done: let go of what they share."""
-        self.rows.shared.clear()
-        self.rows.handed.clear()
-        self.rows.images.clear()
-        self.rows.ones.clear()
-        self.rows.last = None
 
     def row_along(self, value: Tensor, dim: int, keep: bool) -> Tensor:
         """[B, ..., T, ...] -> [1, ..., N, ...], where `dim` counts tokens; with `keep` once for all layers."""
@@ -296,47 +299,24 @@ class FlatBatch:
         blank = values.new_zeros(rows * length, *values.shape[2:])
         return blank.index_copy_(0, self.index[: self.real], values[0, : self.real]).unflatten(0, (rows, length))
 
-    def entered(self, value: Tensor) -> Tensor:
-        """A tensor for the row. Raises `HasNoTokens`."""
-        return self._entered(value, False)
-
-    def _entered(self, value: Any, is_hidden: bool) -> Any:
+    def entered(self, value: Any, is_hidden: bool = False) -> Any:
+        """A value for the row. Raises `HasNoTokens`."""
         if isinstance(value, (tuple, list)):
-            return type(value)(self._entered(item, False) for item in value)
+            return type(value)(self.entered(item) for item in value)
         if not isinstance(value, Tensor) or not value.dim() or value is self.bounds:
             return value
-        if is_hidden and (flat := self.row_of(value)) is not None:
+        if is_hidden and (flat := self.rows.row_of(value)) is not None:
             return flat
         if value.requires_grad:
-            return self._each_token(value)
+            return self.at(value, self.index)
         if id(value) not in self.rows.shared:
-            self.rows.shared[id(value)] = value, self._each_token(value)
+            self.rows.shared[id(value)] = value, self.at(value, self.index)
         return self.rows.shared[id(value)][1]
 
-    def copies_differ(self, args: tuple, kwargs: dict, mask: Tensor | None) -> bool:
-        """Whether rows that share tokens differ there in any of these. It waits for the device.
-
-        Args:
-            args, kwargs: of a layer, for the batch.
-            mask: the one among them that was read.
+    def at(self, value: Tensor, index: Tensor) -> Tensor:
+        """The tokens at these places of the batch, of a value that has a row and a column for each token, or a column
+        alone. Raises `HasNoTokens`.
         """
-        given = [
-            each for value in (*args, *kwargs.values()) for each in (value if isinstance(value, tuple) else (value,))
-        ]
-        for value in given:
-            if not isinstance(value, Tensor) or not value.dim() or value is mask:
-                continue
-            for places, tokens in self.shared.again if self.shared is not None else ():
-                with contextlib.suppress(HasNoTokens):
-                    if not torch.equal(self._at(value, places), self._at(value, self.index[tokens])):
-                        return True
-        return False
-
-    def _each_token(self, value: Tensor) -> Tensor:
-        """The row, of a value that has a row and a column for each token, or a column alone."""
-        return self._at(value, self.index)
-
-    def _at(self, value: Tensor, index: Tensor) -> Tensor:
         rows, length = self.shape
         for dim in range(value.dim() - 1):  # rotary tables of images' positions are [3, B, T, D]
             if value.shape[dim : dim + 2] == (rows, length):
@@ -350,30 +330,6 @@ class FlatBatch:
         if value.shape == (length,) and not value.is_floating_point():
             return value.index_select(0, column)
         raise HasNoTokens
-
-    def _left(self, flat: Tensor, keep: bool) -> Tensor:
-        if flat.dim() == 4 and not len(flat):  # attention weights of no row, see `unread_weights`
-            return flat.new_empty(0, flat.shape[1], self.shape[1], self.shape[1])
-        if not self.is_row(flat):
-            return flat
-        padded = self.unflatten(flat)
-        if keep:
-            self.rows.last = weakref.ref(padded), _state(padded), flat
-        return padded
-
-    def row_of(self, padded: Tensor) -> Tensor | None:
-        """What a layer's result was before it was padded, so that what comes next need not gather it again.
-
-        None where it is another tensor, was written to, or where a hook waits for its gradient.
-        """
-        if isinstance(padded, Between):
-            return padded.passed(self.rows, padded.under_way)
-        if self.rows.last is None:
-            return None
-        made, state, flat = self.rows.last
-        if made() is not padded or _state(padded) != state or padded._backward_hooks or padded.retains_grad:
-            return None
-        return flat
 
 
 def _with_stride(row: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.modules import call_original
-from tunecompile.integrations.kernel_functions import BOUNDARIES
+from tunecompile.integrations.kernel_functions import BOUNDARIES, knows_documents
 from tunecompile.integrations.loss_caller import padding_is_not_pooled
 from tunecompile.notes import Note, note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
@@ -98,7 +98,7 @@ class Unpadding(Batches):
             call.keeps_padding = note("weights-gathered")
         if call.refused is None:
             why_not = functools.partial(self._why_prefixes_stay, call.given)
-            call.prefixes = self.prefixes.begin(call.given, why_not, self._recurs)
+            call.prefixes = self.prefixes.begin(call.given, why_not, lambda: any(map(knows_documents, self.members())))
         before, self.running, self.flat = self.running, call, False
         self.readable = [each for each in self.readable if each.memory() is not None]
         self.masks = {mask: known for mask, known in self.masks.items() if not mask.expired()}
@@ -116,7 +116,7 @@ class Unpadding(Batches):
             self.running = before
             flats = self._flats(call)
             for flat in flats:
-                flat.forget()
+                flat.rows.forget()
         if not self.presumptions.hold(call.presumed):
             return self._run(OwnerCall(call.given, keeps_padding=call.keeps_padding), args, kwargs)
         if call.drops and is_seen(call.mappings.values(), call.given, output):  # zeros at padding

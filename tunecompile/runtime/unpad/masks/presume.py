@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
@@ -82,7 +82,7 @@ class Presumptions:
             return None
         shape = len(mask), mask.shape[-1]
         rows = next((each.flat for each in before if each.flat.shape == shape), None)
-        flat = FlatBatch.of_whole_rows(*shape, window, mask.device) if rows is None else rows.seen_back(window)
+        flat = FlatBatch.of_whole_rows(*shape, window, mask.device) if rows is None else replace(rows, window=window)
         return UnpadDecision(flat), Presumed(mask, version(mask), flat)
 
     def hold(self, presumed: Sequence[Presumed]) -> bool:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tunecompile.notes import Note, note
+from tunecompile.runtime.unpad.documents import BOTH_WAYS
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.image_bounds import ImageBounds
 from tunecompile.runtime.unpad.masks.given import hidden_in
@@ -40,7 +43,7 @@ class PatchRounding:
             call.sized = True
             pays = self.sizes.recording_pays((patches,), patches, hidden.device)
             if pays and self.allowed(self._why_not_by_images):
-                call.rounded = FlatBatch.of_patches(patches, rounded_up(patches, hidden.device), lone, hidden.device)
+                call.rounded = row_of_patches(patches, rounded_up(patches, hidden.device), lone, hidden.device)
             else:
                 self.sizes.came((patches,), call.trains)
         flat = call.rounded
@@ -51,6 +54,13 @@ class PatchRounding:
     def _why_not_by_images(self) -> Note | None:
         graphs = [self.graphs.get(block) for block in self.blocks()]
         return next((why for graph in graphs if (why := why_not_filled_up(graph)) is not None), None)
+
+
+def row_of_patches(patches: int, total: int, lone: bool, device: torch.device) -> FlatBatch:
+    """A tower's row, filled up to `total`. `FlatBatch.by_images` says where its images begin."""
+    index, nothing = F.pad(torch.arange(patches, device=device), (0, total - patches)), torch.empty(0, 0, device=device)
+    shape = (1, patches)
+    return FlatBatch(index, nothing, nothing, BOTH_WAYS, patches, shape, whole=True, lone=lone, rounds=True)
 
 
 def why_not_filled_up(graph: TracedGraph | None) -> Note | None:
