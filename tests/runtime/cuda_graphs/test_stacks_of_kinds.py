@@ -37,7 +37,7 @@ def test_sizes_and_padding_change(on_cpu, replayed, build):
 
 
 @pytest.mark.parametrize(
-    "family", ["lfm2", "gemma3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_5", "gemma2", "gpt_oss"))]
+    "family", ["lfm2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_5", "gemma2", "gemma3", "gpt_oss"))]
 )
 def test_layers_of_several_kinds(on_cpu, replayed, family):
     """Tables that the first kind does not read are arguments of all; those with a window have a mask of their own."""

@@ -101,7 +101,7 @@ def adapted(make: Any, pack: Callable[[nn.Module], nn.Module] | None = None, **m
         nn.init.normal_(parameter, 1.0 if parameter.dim() < 2 else 0.0, 0.1)
     model = pack(model) if pack else model
     model.requires_grad_(False)
-    model.add_adapter(peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, **more))
+    model.add_adapter(peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, **more}))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, 0.0, 0.1)
