@@ -20,8 +20,8 @@ from tunecompile.ops.eight_bits import FORMATS, FP8, INT8
 UNIT = 2.0**-4  # e4m3 rounds by at most this
 ADAPTER = 2.0**-7  # two e4m3 numbers a value, and the product that is left out
 BF16 = 2.0**-8
-FINEST = eight_bits.LARGEST**-2  # of a row's largest: e4m3's smallest numbers are finer
-STEP = 0.5 / eight_bits.INTEGERS  # of a row's largest: what rounding to integers is off by
+FINEST = torch.finfo(torch.float8_e4m3fn).max ** -2  # of a row's largest: e4m3's smallest numbers are finer
+STEP = 0.5 / 127  # of a row's largest: what rounding to integers is off by
 pytestmark = pytest.mark.parametrize("eight", FORMATS, ids=lambda eight: eight.name)
 
 

@@ -3,12 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
 
 from tests.support.passes.run import assert_same, random, results
 from tunecompile.compiler.backend import Backend
 from tunecompile.compiler.pass_manager import Pass
 from tunecompile.ops import collect_rows, grouped_lora_linear, inverse_order, spread_rows
 from tunecompile.passes import PIPELINE
+from tunecompile.passes.plan.tile_rows import _cut
 from tunecompile.planner.candidates import backward_nodes, tiled_plans
 from tunecompile.planner.expert_rows import GROUPED, GROUPED_BACKWARD, expert_rows, name_of_op
 from tunecompile.planner.solver import Plan
@@ -73,8 +76,9 @@ def ran(fn, args, plan, tol=1e-12, executor="eager", **compiled):
     return seen[-1], sum(int(n) for _, n in backend.contexts[-1].saved)
 
 
-@pytest.mark.parametrize("act", [gate, masked])
-@pytest.mark.parametrize("plan", [Plan(frozenset(), TILES), Plan(None, TILES)], ids=["keep", "recompute"])
+@pytest.mark.parametrize(
+    "act, plan", [(gate, Plan(frozenset(), TILES)), (masked, Plan(None, TILES))], ids=["keep", "recompute"]
+)
 def test_both_ways_run_in_tiles(act, plan):
     args = operands()
     whole, saved = ran(block(act), args, Plan())
@@ -85,11 +89,24 @@ def test_both_ways_run_in_tiles(act, plan):
         assert tiles == sorted(tiles) and {*tiles} == {*range(TILES)}
 
 
-@pytest.mark.parametrize("tokens", [23, 4, 3])
+@pytest.mark.parametrize("tokens", [*(pytest.param(n, marks=pytest.mark.slow) for n in (23, 4)), 5, 3])
 def test_sizes_that_are_symbols(tokens):
     """Tiles have equal lengths but for the last; below two rows a tile there are none."""
-    found, _ = ran(block(), operands(tokens), Plan(None, TILES), dynamic=True)
+    found, _ = ran(block(), operands(tokens), Plan(None, TILES), dynamic=tokens > 3)
     assert len(found) == (4 if tokens == 3 else 4 * TILES)
+
+
+def test_where_experts_end_in_each_tile():
+    """None of them before it begins: kernels read offsets as they are."""
+    graph = Graph()
+    rows, ends = (graph.placeholder(name) for name in ("rows", "ends"))
+    with FakeTensorMode():
+        rows.meta["val"], ends.meta["val"] = torch.empty(10, 1), torch.empty(3, dtype=torch.int32)
+    pieces, cut = _cut(graph, [rows], [ends], 3)
+    graph.output((pieces[rows], cut[ends]))
+    made, found = GraphModule({}, graph)(torch.arange(10.0)[:, None], torch.tensor([2, 7, 10], dtype=torch.int32))
+    assert [len(piece) for piece in made] == [3, 3, 4] and torch.cat(made).flatten().tolist() == [*range(10)]
+    assert [each.tolist() for each in found] == [[2, 3, 3], [0, 3, 3], [0, 1, 4]]
 
 
 @pytest.mark.slow
@@ -129,12 +146,13 @@ def test_what_works_row_by_row():
         lambda x: x.cumsum(0),
         lambda x: x.flip(0),
         lambda x: x.mean(0),
-        lambda x: x.softmax(0),
+        lambda x: x.softmax(-2),
         lambda x: x.sum(),
         lambda x: x.t().contiguous().view(x.shape),
         lambda x: (x @ x.t()) @ x,
+        lambda x: (x[:, :1] * torch.arange(x.shape[0], dtype=x.dtype)).sum(1, keepdim=True) * x,
     ],
-    ids=["cumsum", "flip", "mean", "softmax", "sum", "transposed", "rows by rows"],
+    ids=["cumsum", "flip", "mean", "softmax", "sum", "transposed", "rows by rows", "as many columns as rows"],
 )
 def test_calls_that_are_not_by_row_see_all_rows(call):
     ran(block(lambda h, ids: gate(h, ids) + 1e-2 * call(gate(h, ids))), operands(), Plan(None, TILES))

@@ -21,11 +21,18 @@ def case(device, rows, heads, shared, length, width, dtype):
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "shared", "length", "width"),
-    [(2, 2, 4, 300, 64), (1, 3, 1, 77, 80), (3, 1, 7, 640, 128), (2, 2, 2, 5, 16), (1, 1, 20, 130, 256)],
+    ("rows", "heads", "shared", "length", "width", "most"),
+    [
+        *((2, 2, 4, 300, 64, most) for most in (one_query.MOST, 2)),  # a program goes over its part in steps
+        (1, 3, 1, 77, 80, 32),
+        (3, 1, 7, 640, 128, 32),
+        (2, 2, 2, 5, 16, 32),
+        (1, 1, 20, 130, 256, 32),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-def test_as_torchs(device, rows, heads, shared, length, width, dtype):
+def test_as_torchs(device, rows, heads, shared, length, width, most, dtype, monkeypatch):
+    monkeypatch.setattr(one_query, "MOST", most)
     q, k, v, mask = case(device, rows, heads, shared, length, width, dtype)
     wide = [x.double() for x in (q, *(x.repeat_interleave(shared, 1) for x in (k, v)))]
     right = F.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.2)

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
 import tunecompile
 from tests.support.models.pairs import attending
 from tests.support.trainers import grpo
+from tunecompile.runtime.loss_head.token_scores import token_scores
+from tunecompile.trainers.unneeded_backward import _without_gradient
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -38,7 +41,12 @@ def test_equal_rewards_get_none(tmp_path, monkeypatch):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, expected, strict=True))
 
 
-def test_a_distance_to_the_reference_is_a_gradient(tmp_path, monkeypatch):
-    logs, _, callback = trained(tmp_path, monkeypatch, beta=0.5, max_steps=2)
-    assert len(logs) == 2 and min(norm for *_, norm in logs) > 0
-    assert not callback.unneeded.batches
+@pytest.mark.parametrize("advantage, beside", [(0.0, None), (0.0, "weight"), (0.0, "hidden"), (1.0, None)])
+def test_losses_of_which_scores_are_all(advantage, beside):
+    """A router's loss beside them has a gradient where theirs is zero."""
+    hidden, weight, other = (nn.Parameter(torch.randn(rows, 4)) for rows in (3, 7, 2))
+    scores, _ = token_scores(hidden, weight, None, torch.tensor([1, 0, 5]), 1.0, 0.0, ())
+    loss = (advantage * scores).sum()
+    found = _without_gradient(loss + {"weight": other, "hidden": hidden}[beside].square().sum() if beside else loss)
+    assert found is None if beside or advantage else {*map(id, found)} == {id(hidden), id(weight)}
+    assert _without_gradient(other.sum() * 0) is None and _without_gradient(loss.detach()) is None

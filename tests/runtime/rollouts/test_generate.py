@@ -114,7 +114,7 @@ def test_samples_have_the_distribution_of_the_scores(llama):
     assert not torch.equal(again, found)
 
 
-@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize("top_k", [5, pytest.param(0, marks=pytest.mark.slow)])
 def test_scores_that_are_no_numbers(top_k):
     """They end in torch's error, and not in some token."""
     _, ours, _ = pair()

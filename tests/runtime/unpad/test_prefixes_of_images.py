@@ -50,12 +50,6 @@ def test_an_image_counts_once_and_other_pixels_are_another_prefix():
         assert shared(ours) == (count + 1, before + computed[same], (count + 1) * ROWS * LENGTH)
 
 
-def test_lists_of_features_are_not_compared():
-    ours, plain = pair(lambda: images.adapted(images.qwen3_vl)[0].double())
-    assert_close(zoo.step(ours, with_images(True)), zoo.step(plain, with_images(True)))
-    assert not shared(ours)[0] and has(ours, "prefixes-unread")
-
-
 @pytest.mark.parametrize("trained", [False, True])
 def test_embeddings_in_place_of_ids(trained):
     """Their gradients are of each row: the sum of copies is nobody's."""
