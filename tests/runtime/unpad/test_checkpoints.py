@@ -12,22 +12,6 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.slow
-def test_checkpoint_with_the_mask_made_inside():
-    gradients = []
-    for m in pair(lambda: zoo.make("llama", use_cache=False)):
-        batch = padded()
-        checkpoint(
-            lambda ids: (
-                m.train()(input_ids=ids, attention_mask=batch["attention_mask"].clone(), labels=batch["labels"]).loss
-            ),
-            batch["input_ids"],
-            use_reentrant=False,
-        ).backward()
-        gradients.append(m.model.embed_tokens.weight.grad)
-    torch.testing.assert_close(*gradients)
-
-
 def test_one_mask_two_forwards_under_checkpoints():
     gradients = []
     for m in pair(lambda: zoo.make("llama", use_cache=False)):

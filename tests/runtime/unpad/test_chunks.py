@@ -5,9 +5,8 @@ import pytest
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed, padded
-from tests.support.compare import assert_same_flattened, assert_same_step
+from tests.support.compare import assert_same_flattened
 from tests.support.models.pairs import pair
-from tests.support.notes import has
 from tests.support.reports import flattened, told_apart
 
 pytest.importorskip("transformers")
@@ -27,11 +26,3 @@ def test_chunks_are_documents(implementation):
     report = tunecompile.report(model)
     assert flattened(model) == 1 and told_apart(model) == 2 and not report.notes[2:], report
     assert report.regions[0].providers["varlen_attention: reference"], report
-
-
-def test_layers_that_count_positions_keep_padding():
-    """Those without rotary embeddings scale queries by their places in the row."""
-    model, reference = llama4(no_rope_layers=[1, 0], floor_scale=4)
-    for inputs in (padded(seed=1), packed((7, 9), (4, 12))):
-        assert_same_step(model, reference, inputs)
-    assert has(model, "padding-kept", reason="mixes-tokens") and not flattened(model), tunecompile.report(model)

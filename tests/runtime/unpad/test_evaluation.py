@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed, padded
-from tests.support.models.pairs import attending, of_plain_layers, optimized, pair, small
+from tests.support.models.pairs import attending, of_plain_layers, optimized, pair
 from tests.support.notes import EAGER, find, has
 from tunecompile.integrations.transformers import gives_cache
 from tunecompile.runtime.loss_head.deferred import LazyTensor
@@ -134,21 +134,6 @@ def test_batches_without_padding(inputs):
         assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-6)
         assert torch.allclose(ours.logits, theirs.logits, atol=1e-5)
     assert graphs(model) == {"evaluation": 1}
-
-
-@pytest.mark.slow
-def test_in_half_precision_as_near_to_fp32_as_eager():
-    model, plain = pair(lambda: attending().to(torch.bfloat16))
-    exact = zoo.in_fp32(plain).float()
-    in_eval(model, plain, exact)
-    off, yardstick = [], []
-    with torch.no_grad():
-        for seed in range(6):
-            truth, *others = (m(**padded(seed=seed)) for m in (exact, model, plain))
-            for far, each in zip((off, yardstick), others):
-                far.append((each.loss.double() - truth.loss.double()).abs().item())
-                far.append((each.logits.double() - truth.logits.double()).norm().item() / 100)
-    assert 0 < sum(off) < 1.1 * sum(yardstick)
 
 
 def test_no_label_at_all():
@@ -345,31 +330,6 @@ def test_logits_of_a_trained_head_that_are_read_when_it_has_changed(caplog):
         output.logits.sum()
         assert type(model(**zoo.batch()).logits) is torch.Tensor
     assert "logits" in caplog.text and has(model._tunecompile.heads[0].tally.refused, "logits-read-late")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "qwen3", "gpt2", "mixtral"])
-def test_other_families(family):
-    model, reference = pair(lambda: small(family))
-    in_eval(model, reference)
-    for inputs in (zoo.batch(), padded(seed=1), padded(rows=3, length=11, seed=2)):
-        with torch.no_grad():
-            ours, theirs = (m(**inputs) for m in (model, reference))
-            assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-5)
-            assert torch.allclose(ours.logits, theirs.logits, atol=1e-4)
-    assert graphs(model)["evaluation"]
-
-
-@pytest.mark.slow
-def test_code_is_generated_for_evaluations():
-    """By Inductor, as training steps have it."""
-    model, reference = pair(attending, executor="inductor")
-    in_eval(model, reference)
-    with torch.no_grad():
-        for seed in range(2):
-            ours, theirs = (m(**padded(length=20 - seed, seed=seed)) for m in (model, reference))
-            assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-5)
-    assert graphs(model) == {"evaluation": 1}
 
 
 def test_after_restore_evaluation_is_the_models_own():

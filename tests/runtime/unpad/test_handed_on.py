@@ -196,16 +196,6 @@ def keys_of(model, inputs):
 
 
 @pytest.mark.slow
-def test_a_caller_reads_keys_of_packed_rows():
-    """They have no padding, so layers run on documents, and keys are the batch's."""
-    model, reference = pair(sharing)
-    (keys, found), (expected, wanted) = (keys_of(m, packed((9, 4), (6, 7))) for m in (model, reference))
-    torch.testing.assert_close(keys, expected, rtol=1e-5, atol=1e-5)
-    assert_close(found, wanted, limit=1e-5)
-    assert told_apart(model) == 1 and len(keys) == 4
-
-
-@pytest.mark.slow
 def test_keys_that_a_caller_reads_keep_their_padding():
     """They would be zero at padding. So are those that it is returned."""
     model, reference = pair(sharing)

@@ -12,10 +12,8 @@ from tests.support.batches import documents, packed, padded
 from tests.support.compare import assert_close
 from tests.support.models import hybrids
 from tests.support.models.pairs import optimized, without_mlps
-from tests.support.notes import fell_back, find, has
+from tests.support.notes import fell_back, has
 from tests.support.reports import flattened, told_apart
-from tunecompile.integrations.kernel_functions import meanings
-from tunecompile.runtime.layers import variant
 
 pytest.importorskip("transformers.models.qwen3_5")
 LIMITS = {"loss": 1e-6, "limit": 1e-4, "floor": 1e-4}  #: transformers' rule is in fp32
@@ -46,35 +44,6 @@ def test_padding_is_removed(kinds):
 
 
 @pytest.mark.slow
-def test_padding_on_the_left_and_none(pair):
-    reference, model = pair
-    before = flattened(model)
-    for batch in (padded(4, 70, "left"), zoo.batch(rows=4, length=70)):
-        assert_close(zoo.step(model, batch), zoo.step(reference, batch), **LIMITS)
-    assert flattened(model) == before + 1 and not fell_back(model)
-
-
-@pytest.mark.slow
-def test_a_row_of_documents_is_each_by_itself(pair):
-    """transformers refuses such a row where fla is not installed."""
-    reference, model = pair
-    row, rows = documents(5, 67, 1, 30)
-    alone = zoo.step(reference, rows)
-    assert_close(zoo.step(model, row), alone, **LIMITS)
-    assert told_apart(model) and not has(model, "states-cross-documents")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["kimi_linear", "bamba"])
-def test_bounds_that_a_model_keeps_from_its_scans(family):
-    """Kimi Linear's code gives its rule an argument of another name, Bamba's gives its scan none: both leak in eager."""
-    reference = hybrids.make(family, torch.float32)
-    model = optimized(copy.deepcopy(reference))
-    row, rows = documents(5, 41, 1, 30)
-    assert_close(zoo.step(model, row), zoo.step(reference, rows), limit=1e-3, floor=1e-3)
-
-
-@pytest.mark.slow
 def test_documents_that_only_positions_tell_of(pair):
     """As the model's own code has it, and the report says so."""
     reference, model = pair
@@ -82,52 +51,6 @@ def test_documents_that_only_positions_tell_of(pair):
     batch = {**packed((5, 67, 30)), "use_cache": False}
     assert_close(zoo.step(model, batch), zoo.step(reference, batch), **LIMITS)
     assert has(model, "states-cross-documents", subject="Qwen3_5DecoderLayer")
-
-
-@pytest.mark.slow
-def test_a_planted_leak_keeps_the_padding(pair, monkeypatch):
-    """Ops that are not told of documents would hand on states: graphs with them mix tokens."""
-    reference, _ = pair
-    monkeypatch.setattr(variant, "DOCUMENTS", meanings.Documents())
-    model, batch = optimized(copy.deepcopy(reference)), padded(4, 40)
-    assert_close(zoo.step(model, batch), zoo.step(reference, batch), **LIMITS)
-    assert not flattened(model)
-    assert find(model, "padding-kept", reason="mixes-tokens")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-def test_adapters_under_checkpointing(family):
-    reference = zoo.adapt(hybrids.make(family, torch.float32))
-    model = copy.deepcopy(reference)
-    for each in (model, reference):
-        each.gradient_checkpointing_enable()
-        each.enable_input_require_grads()
-    tunecompile.optimize(model, executor="eager")
-    for side in ("right", "left"):
-        batch = padded(4, 90, side)
-        assert_close(zoo.step(model, batch), zoo.step(reference, batch), loss=1e-4, limit=1e-2, floor=1e-2)
-    assert flattened(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in hybrids.HYBRIDS if name not in ("qwen3_5", "qwen3_next")])
-def test_families_with_and_without_padding(family):
-    reference = hybrids.make(family, torch.float32)
-    model = optimized(copy.deepcopy(reference))
-    for batch in (padded(4, 70), padded(4, 90, "left"), zoo.batch(length=70)):
-        assert_close(zoo.step(model, batch), zoo.step(reference, batch), limit=1e-3, floor=1e-3)
-    assert flattened(model) == 2
-
-
-@pytest.mark.slow
-def test_padding_between_tokens_stays(pair):
-    reference, _ = pair
-    model, batch = optimized(copy.deepcopy(reference)), padded(2, 40)
-    batch["attention_mask"][0, 3] = 0
-    batch["labels"][0, 3:5] = -100
-    assert_close(zoo.step(model, batch), zoo.step(reference, batch), **LIMITS)
-    assert find(model, "padding-kept", reason="row-interrupted")
 
 
 @pytest.mark.parametrize("family", ["mamba2", pytest.param("mamba", marks=pytest.mark.slow)])

@@ -11,7 +11,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_close
-from tests.support.models.images import GRIDS, adapted, images_of, padded, qwen2_5_vl, qwen3_vl
+from tests.support.models.images import adapted, images_of, padded, qwen2_5_vl, qwen3_vl
 from tests.support.notes import fell_back, has
 from tunecompile.integrations.kernel_functions.fork import Fork, fork_of
 from tunecompile.runtime.unpad.image_bounds import ImageBounds, read_bounds
@@ -75,19 +75,6 @@ def test_other_numbers_and_sizes_of_images_are_one_graph(make, implementation):
 
 
 @pytest.mark.slow
-def test_code_of_inductor_for_other_sizes():
-    """No further from fp64 than eager in fp32 is."""
-    model = Tower(qwen2_5_vl)
-    exact, ours = copy.deepcopy(model).double(), tunecompile.optimize(copy.deepcopy(model))
-    for grids in EDGES[:3]:
-        batch = images_of(grids)
-        _, true = zoo.step(exact, {**batch, "pixel_values": batch["pixel_values"].double()})
-        found, eager = (zoo.errors(zoo.step(each, batch)[1], true, 1e-3) for each in (ours, model))
-        assert max(found.values()) <= 2 * max(eager.values()) + 1e-6, (found, eager)
-    assert not fell_back(ours) and tunecompile.report(ours).regions[0].compiles == 1, tunecompile.report(ours)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [qwen2_5_vl, qwen3_vl])
 def test_padding_behind_images_is_removed(make):
     """Positions are of three kinds, and tables [3, B, T, D] in some of these models."""
@@ -95,19 +82,6 @@ def test_padding_behind_images_is_removed(make):
     ours = optimized(model)
     assert_close(zoo.step(ours, padded(batch)), zoo.step(model, padded(batch)))
     assert has(ours, "padding-removed") and not fell_back(ours)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [qwen2_5_vl, qwen3_vl])
-def test_whole_models_with_images_of_ten_sizes(make):
-    model, _ = adapted(make)
-    ours = optimized(model)
-    for grids in GRIDS:
-        batch = images_of(grids)
-        assert_close(zoo.step(ours, batch), zoo.step(model, batch), limit=1e-4)
-    report = tunecompile.report(ours)
-    assert not fell_back(ours), report
-    assert all(region.compiles <= (1 if "visual" in region.name else 2) for region in report.regions), report
 
 
 def test_rows_behind_images_are_of_any_length_from_the_first_batch_on():
@@ -158,14 +132,6 @@ def test_images_that_a_mask_keeps_apart():
         assert_close(zoo.step(ours, batch), zoo.step(model, batch), limit=1e-4, floor=1e-3)
     report = tunecompile.report(ours)
     assert report.regions[0].compiles == 1 and report.regions[0].providers["varlen_attention: reference"], report
-
-
-@pytest.mark.slow
-def test_towers_that_the_user_compiles_are_image_by_image():
-    model = Tower(qwen2_5_vl)
-    optimized(model)
-    batch, again = images_of(EDGES[1]), copy.deepcopy(model).train()
-    torch.testing.assert_close(torch.compile(again, backend="eager")(**batch).loss, model.train()(**batch).loss)
 
 
 @pytest.mark.slow

@@ -148,14 +148,6 @@ def test_batches_of_other_kinds_between(shapes):
     assert has(ours, "sizes-rounded", count=5) and has(ours, "padding-removed", count=6)
 
 
-@pytest.mark.slow
-def test_two_forwards_before_one_backward():
-    ours, plain = pair()
-    follow(ours, plain, LENGTHS[:3])
-    both = lambda m, _: m(**whole(25)).loss + 2 * m(**whole(31)).loss  # noqa: E731
-    assert_close(zoo.step(ours, whole(25), loss=both), zoo.step(plain, whole(25), loss=both))
-
-
 @pytest.mark.parametrize(
     "fault",
     [
@@ -193,26 +185,6 @@ def test_faults_are_found(fault, monkeypatch):
 # -- where sizes stay ----------------------------------------------------------------------------------------------------
 
 
-def stays(shapes, ours, plain, lengths=LENGTHS[:5], reason=""):
-    follow(ours, plain, lengths)
-    assert all(rows == 2 for rows, *_ in shapes.last(len(lengths) - 2)), shapes  # one graph says why
-    assert not reason or has(ours, "sizes-kept", reason=reason), tunecompile.report(ours).notes
-
-
-@pytest.mark.slow
-def test_launches_that_are_not_waited_for(shapes, monkeypatch):
-    monkeypatch.setattr(SizesSeen, "learn", lambda self, tokens: None)
-    stays(shapes, *pair())
-
-
-@pytest.mark.slow
-def test_attention_that_is_written_out(shapes):
-    """A layer without a mask would let tokens see those behind them; and with one there is nothing to round here."""
-    ours, plain = pair(lambda: zoo.make("llama", attn_implementation="eager"))
-    follow(ours, plain, LENGTHS[:5])
-    assert not has(ours, "sizes-rounded")
-
-
 @pytest.mark.slow
 def test_dropout_in_attention(shapes):
     ours, plain = pair(lambda: zoo.make("llama", attention_dropout=0.5))
@@ -223,32 +195,14 @@ def test_dropout_in_attention(shapes):
 
 
 @pytest.mark.slow
-def test_attention_that_is_causal_no_more(shapes):
-    """A user who trains an encoder from a decoder's weights, after some steps."""
+def test_calls_with_more_than_tokens_and_labels(shapes):
+    """That say that attention is not causal, or require hidden states."""
     ours, plain = pair()
     follow(ours, plain, LENGTHS[:4])
-    for model in (ours, plain):
-        for layer in model.model.layers:
-            layer.self_attn.is_causal = False
-    stays(shapes, ours, plain)
-
-
-@pytest.mark.slow
-def test_a_call_that_says_that_attention_is_not_causal(shapes):
-    ours, plain = pair()
-    follow(ours, plain, LENGTHS[:4])
-    batch = {**whole(28), "is_causal": False}
-    assert_close(zoo.step(ours, batch), zoo.step(plain, batch))
-    assert shapes.last(1) == [(2, 28, 64)]
-
-
-@pytest.mark.slow
-def test_attention_that_was_never_causal(shapes):
-    ours, plain = pair()
-    for model in (ours, plain):
-        for layer in model.model.layers:
-            layer.self_attn.is_causal = False
-    stays(shapes, ours, plain, reason="attention-not-causal")
+    for more in ({"is_causal": False}, {"output_hidden_states": True}):
+        batch = {**whole(28), **more}
+        assert_close(zoo.step(ours, batch), zoo.step(plain, batch))
+        assert shapes.last(1) == [(2, 28, 64)]
 
 
 def test_more_attention_of_documents_than_was_causal():
@@ -341,64 +295,60 @@ class Mixing(nn.Module):
         return self.inner(x) - x.mean(1, keepdim=True)
 
 
+def mixing(model):
+    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
+
+
+def causal_no_more(model):
+    """A user trains an encoder from a decoder's weights."""
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+
+
+def checkpoints(reentrant):
+    """Of the user's around layers of the optimized model, which would not know that they are repeated."""
+
+    def change(model):
+        if not hasattr(model, "_tunecompile"):
+            return
+        kind = type(model.model.layers[0])
+
+        def call(self, hidden, *args, **kwargs):
+            return checkpoint(lambda x: kind.__call__(self, x, *args, **kwargs), hidden, use_reentrant=reentrant)
+
+        for layer in model.model.layers:
+            layer.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
+
+    return change
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("known", [False, True])
-def test_layers_that_mix_tokens(shapes, known, monkeypatch):
-    if known:  # as if it were of transformers: its graph is what tells
-        refusals._is_known.cache_clear()
-        monkeypatch.setattr(refusals, "_KNOWN_HOMES", (*refusals._KNOWN_HOMES, "tests."))
-
-    def build():
-        model = zoo.make("llama")
-        model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
-        return model
-
-    stays(shapes, *pair(build), reason="mixes-tokens" if known else "unknown-module")
+@pytest.mark.parametrize(
+    "steps, change, replaced, reason",
+    [
+        (0, lambda model: None, (SizesSeen, "learn", lambda self, tokens: None), ""),
+        (4, causal_no_more, None, ""),
+        (0, mixing, None, "unknown-module"),
+        # as if it were of transformers: its graph is what tells
+        (0, mixing, (refusals, "_KNOWN_HOMES", (*refusals._KNOWN_HOMES, "tests.")), "mixes-tokens"),
+        (0, lambda model: model.model.layers[1].mlp.register_forward_hook(lambda *_: None), None, "hook-on-module"),
+        *((3, checkpoints(reentrant), None, "") for reentrant in (False, True)),
+    ],
+    ids=["not waited for", "not causal", "mixes", "mixes, known", "hook", "checkpoints", "re-entrant"],
+)
+def test_sizes_stay(shapes, steps, change, replaced, reason, monkeypatch):
+    """steps: before the change."""
     refusals._is_known.cache_clear()
-
-
-@pytest.mark.slow
-def test_hooks_that_look_into_layers(shapes):
-    seen = []
+    if replaced:
+        monkeypatch.setattr(*replaced)
     ours, plain = pair()
-    ours.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    stays(shapes, ours, plain, reason="hook-on-module")
-    assert {shape[:2] for shape in seen} == {(2, length) for length in LENGTHS[:5]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_of_the_users_around_layers(shapes, reentrant):
-    """The layer would not know that it is repeated."""
-    ours, plain = pair()
-    follow(ours, plain, LENGTHS[:3])
-    for layer in ours.model.layers:
-        kind = type(layer)
-
-        def call(self, hidden, *args, _kind=kind, **kwargs):
-            return checkpoint(lambda x: _kind.__call__(self, x, *args, **kwargs), hidden, use_reentrant=reentrant)
-
-        layer.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
-    stays(shapes, ours, plain)
-
-
-@pytest.mark.slow
-def test_gradient_checkpointing():
-    ours, plain = pair()
+    follow(ours, plain, LENGTHS[:steps])
     for model in (ours, plain):
-        model.gradient_checkpointing_enable()
+        change(model)
     follow(ours, plain, LENGTHS[:5])
-    assert has(ours, "sizes-rounded", count=4)
-
-
-@pytest.mark.slow
-def test_outputs_that_are_required(shapes):
-    ours, plain = pair()
-    follow(ours, plain, LENGTHS[:3])
-    found = [m(**whole(28), output_hidden_states=True).hidden_states for m in (ours, plain)]
-    for made, expected in zip(*found):
-        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
-    assert shapes.last(1) == [(2, 28, 64)]
+    assert all(rows == 2 for rows, *_ in shapes.last(3)), shapes  # one graph says why
+    assert not reason or has(ours, "sizes-kept", reason=reason), tunecompile.report(ours).notes
+    refusals._is_known.cache_clear()
 
 
 @pytest.mark.slow

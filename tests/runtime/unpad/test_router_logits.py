@@ -12,7 +12,6 @@ import tunecompile
 from tests.support import zoo
 from tests.support.notes import EAGER, find, has
 from tests.support.reports import flattened
-from tests.support.tokenizers import byte_level
 from tunecompile.integrations import loss_caller
 from tunecompile.notes import note
 from tunecompile.runtime.step.rows_refused import RowsRefused
@@ -135,38 +134,6 @@ def test_every_forward_of_transformers_gives_its_router_loss_the_mask():
                 assert any(each.endswith("attention_mask") for each in given), (home.name, given)
                 calls += 1
     assert calls > 20
-
-
-@pytest.mark.slow
-def test_trls_trainer_has_the_router_loss_by_default(tmp_path):
-    """Its own head scores the rows, and its own call has the router's loss."""
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    ours, model = trained_routers("qwen3_moe")
-    generator = torch.Generator().manual_seed(0)
-    lengths = [int(n) for n in torch.randint(5, 40, (12,), generator=generator)]
-    data = [{"input_ids": torch.randint(3, 60, (n,), generator=generator).tolist()} for n in lengths]
-    losses = []
-    for each in (ours, model):
-        args = trl.SFTConfig(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=2,
-            max_steps=4,
-            seed=0,
-            use_cpu=True,
-            bf16=False,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            gradient_checkpointing=False,
-        )
-        trainer = trl.SFTTrainer(
-            each, args, train_dataset=datasets.Dataset.from_list(data), processing_class=byte_level()
-        )
-        trainer.train()
-        logs = [log for log in trainer.state.log_history if "loss" in log]
-        losses.append([(float(log["loss"]), float(log["aux_loss"])) for log in logs])
-    assert flattened(ours) >= 3 and len(losses[0]) == 4
-    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
 """Padded batches without their padding: loss and gradients as the padded run gives them, and the padded run wherever in doubt."""
 
-import copy
-
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import tunecompile
 from tests.support import zoo
@@ -55,31 +52,6 @@ def test_families(family, changes, side):
     )
 
 
-@pytest.mark.parametrize("quantized", [True, False])
-@pytest.mark.parametrize("wrapped", ["before", "after"])
-@pytest.mark.slow
-def test_adapters(quantized, wrapped):
-    pytest.importorskip("peft")
-    if quantized:
-        pytest.importorskip("bitsandbytes")
-    base = attending()
-    base = zoo.quantize(base) if quantized else base
-
-    def adapt(model):
-        torch.manual_seed(3)
-        return zoo.adapt(model)
-
-    reference = adapt(copy.deepcopy(base))
-    model = (
-        tunecompile.optimize(adapt(base), executor="eager")
-        if wrapped == "before"
-        else adapt(tunecompile.optimize(base, executor="eager"))
-    )
-    for seed in range(2):
-        assert_same_flattened(model, reference, padded(seed=seed), limit=1e-4)
-    assert flattened(model if wrapped == "before" else base) == 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -111,15 +83,6 @@ def test_positions_and_embeddings_of_the_callers():
     assert flattened(model) == 2
 
 
-@pytest.mark.slow
-def test_half_precision_under_autocast():
-    model, reference = pair(attending)
-    _, exact = zoo.step(reference, padded())
-    theirs, mine = (zoo.errors(zoo.step(m, padded(), torch.bfloat16)[1], exact) for m in (reference, model))
-    assert sorted(mine.values())[len(mine) // 2] < 1.1 * sorted(theirs.values())[len(theirs) // 2]
-    assert flattened(model) == 1
-
-
 def test_logits_that_are_read_are_those_of_the_whole_batch():
     """Hidden states at padding would be zero without it: so the layers run again, with it. Nobody else holds what the
     layers' owner returned: its last norm's result is a view of a larger row."""
@@ -130,43 +93,6 @@ def test_logits_that_are_read_are_those_of_the_whole_batch():
 
 
 # -- any loop -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_of_the_users_own(reentrant):
-    """Around a layer, by code that might read what stands at padding: it stays, and is told."""
-
-    def around(module, forward):
-        return lambda *args, **kwargs: checkpoint(lambda *a: forward(*a, **kwargs), *args, use_reentrant=reentrant)
-
-    model, reference = pair(lambda: attending(use_cache=False))
-    kind = type(model.model.layers[0])
-    call = {"__call__": lambda self, *a, **k: around(self, lambda *a, **k: kind.__call__(self, *a, **k))(*a, **k)}
-    checkpointed = type("Checkpointed", (kind,), call)
-    for m in (model, reference):
-        m.enable_input_require_grads()
-        for layer in m.model.layers:
-            layer.__class__ = checkpointed
-    assert_same_flattened(model, reference, padded())
-    assert flattened(model) == 0 and has(model, "padding-kept", reason="unknown-caller")
-
-
-def test_a_checkpoint_around_the_owner_keeps_the_padding():
-    model, reference = pair(lambda: attending(use_cache=False))
-    for m in (model, reference):
-        inner = type(m.model)
-        m.model.__class__ = type(
-            "Checkpointed",
-            (inner,),
-            {
-                "__call__": lambda self, *a, _inner=inner, **k: checkpoint(
-                    lambda: _inner.__call__(self, *a, **k), use_reentrant=False
-                )
-            },
-        )
-    assert_same_flattened(model, reference, padded())
-    assert flattened(model) == 0 and has(model, "padding-kept", reason="checkpoint-around-layers")
 
 
 @pytest.mark.slow

@@ -74,14 +74,6 @@ def test_one_graph_serves_all_batches_where_padded_ones_come_first(shapes, famil
     assert has(ours, "whole-by-padded", count=3)
 
 
-@pytest.mark.slow
-def test_models_that_are_causal_by_their_mask_alone(shapes):
-    """Padded batches are causal here, and rows without padding are not: these come as they are."""
-    ours, plain = pair(both_ways)
-    follow(ours, plain, [padded(), padded(3, 24), masked(whole(20)), masked(whole(24))])
-    assert shapes.last(2) == [(2, 20, 64), (2, 24, 64)]
-
-
 @pytest.mark.parametrize("window, graphs, joined", [(32, 2, 2), pytest.param(22, 3, 1, marks=pytest.mark.slow)])
 def test_windows_that_are_constants_of_graphs(shapes, window, graphs, joined):
     """No row is as long as the first one. Of rows longer than the second the model makes a mask itself."""
@@ -202,15 +194,3 @@ def test_full_layers_beside_those_with_a_window(shapes, family, window, graphs, 
     follow(ours, plain, [whole(20), padded(), whole(24), whole(9, 5), whole(20)], loss=1e-6, limit=1e-6)
     assert tunecompile.report(ours).compiles == graphs and not fell_back(ours), tunecompile.report(ours)
     assert has(ours, "whole-by-padded", count=2)
-
-
-@pytest.mark.slow
-def test_scores_come_as_training_steps_do():
-    """A policy's and its reference's: another rounding would look like a change of the policy."""
-    ours, _ = pair()
-    for batch in (whole(20), padded()):
-        zoo.step(ours, batch)
-    with torch.no_grad():
-        scored = ours(**whole(24), use_cache=False).logits
-    trained = ours(**whole(24), use_cache=False).logits
-    assert torch.equal(scored, trained) and has(ours, "whole-by-padded", count=1)
