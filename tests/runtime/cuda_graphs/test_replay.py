@@ -200,32 +200,6 @@ def test_a_larger_shape_has_all_shapes_recorded_anew(pair):
     assert recorded(model) == 18 and replays.bytes == 12 * 100 and replays.recorder.releases == 1
 
 
-@pytest.mark.slow
-def test_gradients_accumulate_and_are_not_overwritten(pair):
-    model, reference = pair
-    warm(model)
-    same((model, reference), lambda m: [once(m, seed=seed) for seed in range(3)])
-    kept = gradients(model)
-    held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    once(model, seed=9)
-    assert all(torch.equal(held[name], value) for name, value in kept.items())
-
-
-@pytest.mark.slow
-def test_two_forwards_before_one_backward(pair):
-    model, reference = pair
-    warm(model)
-
-    def both(m):
-        first = m(**zoo.batch(seed=1)).loss
-        second = m(**zoo.batch(seed=2)).loss
-        (first + 2 * second).backward()
-
-    same((model, reference), both)
-    same((model, reference), lambda m: once(m, seed=3))
-
-
 @pytest.mark.parametrize("length", [16, 12], ids=["recorded", "new"])
 def test_forwards_without_gradients_are_neither_recorded_nor_replayed(pair, length, monkeypatch):
     """Scores run by the code that trains. No backward follows, for which a recording would hold what is saved."""
@@ -243,30 +217,38 @@ def test_forwards_without_gradients_are_neither_recorded_nor_replayed(pair, leng
 
 
 @pytest.mark.slow
-def test_a_forward_without_a_backward(pair):
-    model, reference = pair
+def test_what_loops_do_beside_plain_steps(pair):
+    """They accumulate, keep gradients, losses and hidden states, run forwards ahead, move weights and switch adapters."""
+    model, _ = pair
     warm(model)
-    for m in pair:
-        m(**zoo.batch(seed=1))
-    same((model, reference), lambda m: once(m, seed=2))
-    kept = model(**zoo.batch(seed=3)).loss  # its graph stays
-    same((model, reference), lambda m: once(m, seed=4))
+    same(pair, lambda m: [once(m, seed=seed) for seed in range(3)])
+    held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     before = gradients(model)
     model.zero_grad(set_to_none=True)
-    kept.backward()
-    same_as = gradients(model)
-    reference.zero_grad(set_to_none=True)
-    once(reference, seed=3)
-    assert max(zoo.errors(same_as, gradients(reference)).values()) < 1e-4 and before
-
-
-@pytest.mark.slow
-def test_hidden_states_that_are_kept(pair):
-    model, reference = pair
-    warm(model)
+    once(model, seed=9)
+    assert all(torch.equal(held[name], value) for name, value in before.items()), "they are not overwritten"
+    same(pair, lambda m: both(m, 16, 16))
+    for m in pair:
+        m(**zoo.batch(seed=1))  # without a backward
+    same(pair, lambda m: once(m, seed=2))
+    kept = [m(**zoo.batch(seed=3)).loss for m in pair]  # whose graphs stay
+    same(pair, lambda m: once(m, seed=4))
+    same(pair, lambda m: kept[m is not model].backward())
     states = [m(**zoo.batch(seed=1), output_hidden_states=True).hidden_states for m in pair]
     model(**zoo.batch(seed=2))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*states))
+    for m in pair:
+        for p in m.parameters():
+            p.data = p.data.clone() * 1.25
+        m.add_adapter("second", copy.deepcopy(m.peft_config["default"]))
+        for name, p in m.named_parameters():
+            if "second" in name:
+                torch.nn.init.constant_(p, 0.01)
+    for name in ("default", "second", "default"):
+        for m in pair:
+            m.set_adapter(name)
+        for seed in range(5):
+            same(pair, lambda m: once(m, seed=seed))
 
 
 @pytest.mark.slow
@@ -276,33 +258,6 @@ def test_shapes_come_and_go(pair):
     for seed, length in enumerate(lengths):
         same((model, reference), lambda m: once(m, seed=seed, length=length))
     assert 6 <= recorded(model) <= 2 * 6 * recorded_graph.MAX_SHAPES
-
-
-@pytest.mark.slow
-def test_parameters_that_move(pair):
-    model, reference = pair
-    warm(model)
-    for m in pair:
-        for p in m.parameters():
-            p.data = p.data.clone() * 1.25
-    for seed in range(5):
-        same((model, reference), lambda m: once(m, seed=seed))
-
-
-@pytest.mark.slow
-def test_adapters_switched_and_disabled(pair):
-    model, reference = pair
-    warm(model)
-    for m in pair:
-        m.add_adapter("second", copy.deepcopy(m.peft_config["default"]))
-        for name, p in m.named_parameters():
-            if "second" in name:
-                torch.nn.init.constant_(p, 0.01)
-    for name in ("second", "default", "second"):
-        for m in pair:
-            m.set_adapter(name)
-        for seed in range(4):
-            same((model, reference), lambda m: once(m, seed=seed))
 
 
 def test_a_call_that_cannot_be_recorded(pair, monkeypatch):
