@@ -196,10 +196,3 @@ def test_a_layer_that_writes_before_it_reads(layer):
     """AOTAutograd copies into a buffer, or an input, behind the graph: recomputation must not begin with the new value."""
     trains_as_eager(layer, lambda model: tunecompile.optimize(model, executor="eager"))
     trains_as_eager(layer, lambda model: checkpointed(model, "eager"))
-
-
-@pytest.mark.slow
-def test_a_layer_that_writes_its_input_under_inductor():
-    trains_as_eager(Doubled, checkpointed)
-    report = trains_as_eager(Doubled, lambda model: tunecompile.optimize(model, memory="1KiB"))
-    assert any(plan["recompute"] for plan in report.memory["plans"])

@@ -5,16 +5,12 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
-import tunecompile
-from tests.support import zoo
 from tests.support.notes import find, has, logged
-from tests.support.plugins import TwoLinears, trained_as_before
+from tests.support.plugins import trained_as_before
 from tunecompile import passes
 from tunecompile.compiler.backend import without_packages
 from tunecompile.compiler.pass_manager import Pass
@@ -80,13 +76,6 @@ def test_a_pass_that_fails_costs_itself(install, caplog, kind, stage):
     assert len(sys.modules["bad"].CALLS) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", ["plan", "lower"])
-def test_generated_code_is_that_without_it(install, stage):
-    install("bad", f"def bad(graph, context):\n{FAILURES['raises'][0]}\nPASSES = Pass('bad', {stage!r}, bad)")
-    assert has(trained_as_before(executor="inductor"), "pass-switched-off")
-
-
 def test_a_graph_is_restored_to_the_letter():
     graph = torch.fx.symbolic_trace(lambda x, y: (torch.neg(x + y), {"both": y * 2 + x})).graph
     for i, node in enumerate(graph.nodes):
@@ -137,31 +126,6 @@ def test_a_graph_is_compared_with_what_it_was(key):
     end.args = ((negated, negated),)
     with pytest.raises(InvalidGraph, match="2 outputs instead of 1"):
         backup.compare(key)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["budget", "adapted", "checkpointed", "padded"])
-def test_passes_that_change_nothing_stay_on(install, how):
-    install(
-        "idle",
-        "PASSES = [Pass(f'{stage}{i}', stage, nothing, requires=frozenset(after)) for stage, requires in "
-        "[('recognize', [[], ['lora_mlp']]), ('plan', [[], ['remat']]), ('lower', [[], ['choose_provider'], ['cleanup']])] "
-        "for i, after in enumerate(requires)]",
-    )
-    model = zoo.make("llama")
-    model = zoo.adapt(model) if how == "adapted" else model
-    batches = [zoo.batch(length=length) for length in (16, 24, 20)]
-    for batch in batches if how == "padded" else []:
-        batch["attention_mask"] = (torch.arange(batch["labels"].shape[1]) < torch.tensor([[9], [14]])).long()
-        batch["labels"][batch["attention_mask"] == 0] = -100
-    expected = [zoo.step(model, batch)[1] for batch in batches]
-    if how == "checkpointed":
-        model.gradient_checkpointing_enable()
-    tunecompile.optimize(model, executor="eager", memory="600KiB" if how == "budget" else None)
-    for batch, gradients in zip(batches, expected):
-        assert max(zoo.errors(zoo.step(model, batch)[1], gradients).values()) < 1e-4
-    report = tunecompile.report(model)
-    assert "idle ran" in report.notes and not find(report, "pass-switched-off"), str(report)
 
 
 def test_a_lost_gradient_is_no_valid_graph(install):
@@ -218,38 +182,6 @@ def test_our_own_failure_is_not_laid_at_their_door(install, monkeypatch):
     monkeypatch.setattr(passes, "PIPELINE", [*passes.PIPELINE, Pass("broken", "lower", fail)])
     report = trained_as_before()
     assert has(report, "compiled-without-rewrites", detail="ours") and not find(report, "pass-switched-off")
-
-
-@pytest.mark.slow
-def test_verification_switches_off_what_makes_gradients_wrong(install):
-    install(
-        "wrong",
-        """
-def scale(graph, context):
-    out = graph.output_node()
-    old = next(node for node in out.all_input_nodes if node.op == "call_function")
-    with graph.inserting_before(out):
-        new = graph.call_function(torch.ops.aten.mul.Tensor, (old, 1.01))
-    new.meta = dict(old.meta)
-    out.args = torch.fx.map_arg(out.args, lambda n: new if n is old else n)
-PASSES = Pass("scale", "lower", scale)
-""",
-    )
-
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(TwoLinears() for _ in range(3))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return SimpleNamespace(loss=x.square().mean())
-
-    model = tunecompile.optimize(Whole().train(), executor="eager")
-    found = tunecompile.verify(model, {"x": torch.randn(4, 8)})
-    assert not found.passed and [fault["rewrite"] for fault in found.faults] == ["scale"]
-    assert tunecompile.verify(model, {"x": torch.randn(4, 8)}).passed
 
 
 @pytest.mark.parametrize("bad, off", [("a", "a"), ("b", "b"), ("ab", "ab"), ("", None), ("never", None)])

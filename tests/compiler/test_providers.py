@@ -36,15 +36,6 @@ def test_on_a_cpu_the_report_names_who_refused():
     assert report.to_dict()["regions"][0]["reasons"]["rms_norm_backward: reference"] == ["triton: not on a GPU"]
 
 
-@pytest.mark.slow
-def test_what_is_taken_shows_its_gain():
-    pytest.importorskip("bitsandbytes")
-    model = tunecompile.optimize(zoo.adapt(zoo.quantize(zoo.make("llama", num_hidden_layers=2))), executor="eager")
-    zoo.step(model, zoo.batch())
-    (region,) = [r for r in tunecompile.report(model).regions if "dequantize_4bit: bitsandbytes" in r.providers]
-    assert "generated code" in region.reasons["dequantize_4bit: bitsandbytes"][0]
-
-
 def fake(*shape, dtype=torch.bfloat16, device="cuda"):
     return torch.empty(shape, dtype=dtype, device=device)
 

@@ -97,37 +97,6 @@ def test_the_model_can_be_freed(memory):
 
 
 @pytest.mark.slow
-def test_an_optimized_model_is_estimated_with_its_own_options_and_stays_as_it_is():
-    reference, model = (tunecompile.optimize(make(), memory="300KiB", executor="eager") for _ in range(2))
-    first = step(reference), step(model)
-    before = tunecompile.report(model).to_dict()
-    budget, slots = model._tunecompile.step.budget, [module._compiled_call_impl for module in model.modules()]
-    estimate = tunecompile.estimate(model, SHAPE)
-    assert not estimate.fits and estimate.budget == 300 << 10
-    assert tunecompile.report(model).to_dict() == before and model._tunecompile.step.budget is budget
-    assert [module._compiled_call_impl for module in model.modules()] == slots
-    second = step(reference), step(model)
-    for ours, theirs in (first, second):
-        assert torch.equal(ours[0], theirs[0]) and all(map(torch.equal, ours[1], theirs[1]))
-    assert tunecompile.report(model).compiles == tunecompile.report(reference).compiles
-
-
-@pytest.mark.slow
-def test_bytes_follow_tokens():
-    model = make()
-    found = [tunecompile.estimate(model, shape) for shape in ((1, 16), (2, 16), (2, 64), (1, 4096))]
-    assert [e.activations for e in found] == sorted({e.activations for e in found})
-    assert [e.flops for e in found] == sorted({e.flops for e in found})
-    assert found[3].activations < 1.1 * 32 * found[2].activations  # nothing grows with the square of the length
-    assert len({resident(e) for e in found}) == 1 and found[0].milliseconds is None
-    assert (
-        found[0].gradients
-        == sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
-        == found[0].optimizer / 2
-    )
-
-
-@pytest.mark.slow
 def test_what_does_not_fit_is_told_with_a_batch_that_does():
     model = make()
     allowed = int(0.6 * tunecompile.estimate(model, (2, 64)).peak) + resident(tunecompile.estimate(model, SHAPE)) // 2
@@ -135,44 +104,6 @@ def test_what_does_not_fit_is_told_with_a_batch_that_does():
     assert short.fits is False and short.missing > 0 and 0 < short.fitting_tokens < 8 * 64
     assert f"{short.fitting_tokens} tokens would fit" in str(short)
     assert tunecompile.estimate(model, (short.fitting_tokens // 64, 64), memory=allowed).fits
-
-
-@pytest.mark.slow
-def test_checkpointing_without_a_budget_and_with_one():
-    model = make()
-    model.gradient_checkpointing_enable()
-    functions = [layer._gradient_checkpointing_func for layer in model.get_base_model().model.layers]
-    estimate = tunecompile.estimate(model, SHAPE)
-    assert (
-        estimate.plans
-        == [{"recompute": ["everything"], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}]
-        and estimate.budget is estimate.fits is None
-    )
-    assert [layer._gradient_checkpointing_func for layer in model.get_base_model().model.layers] == functions
-    assert tunecompile.estimate(model, SHAPE, memory="1GiB").plans == [
-        {"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}
-    ]
-    assert estimate.activations < tunecompile.estimate(make(), SHAPE).activations
-
-
-@pytest.mark.slow
-def test_a_model_without_memory_is_estimated_like_one_with():
-    with torch.device("meta"):
-        hollow = make()
-    expected = tunecompile.estimate(make(), SHAPE, memory="2MiB")
-    assert tunecompile.estimate(hollow, SHAPE, memory="2MiB") == expected
-    assert all(p.is_meta for p in hollow.parameters())
-
-
-@pytest.mark.slow
-def test_layers_of_two_structures_are_each_traced():
-    model = zoo.make("llama", num_hidden_layers=LAYERS)
-    for layer in model.model.layers[LAYERS // 2 :]:
-        layer.mlp.act_fn = nn.GELU()
-    estimate = tunecompile.estimate(zoo.adapt(model), SHAPE, memory="1GiB")
-    assert estimate.fits and estimate.plans == [
-        {"recompute": [], "tiles": 1, "offload": False, "largest_stays": False, "layers": LAYERS}
-    ]
 
 
 class Block(nn.Module):
@@ -228,44 +159,6 @@ def test_wrong_questions_are_refused():
         tunecompile.estimate(model.requires_grad_(False), SHAPE)
     with pytest.raises(CannotEstimate, match="too long"):
         tunecompile.estimate(Refusing(3), SHAPE)
-
-
-def without_weights(model: nn.Module) -> nn.Module:
-    """The same, on the meta device, with 4-bit weights that are not quantised yet: as `BitsAndBytesConfig` makes a model without weights."""
-    bnb = pytest.importorskip("bitsandbytes")
-    for path, module in list(model.named_modules()):
-        if isinstance(module, bnb.nn.Linear4bit):
-            parent, _, child = path.rpartition(".")
-            new = bnb.nn.Linear4bit(
-                module.in_features,
-                module.out_features,
-                bias=module.bias is not None,
-                compute_dtype=module.compute_dtype,
-                compress_statistics=module.weight.compress_statistics,
-                quant_type=module.weight.quant_type,
-                device="meta",
-            )
-            setattr(model.get_submodule(parent), child, new.requires_grad_(False))
-    return model.to("meta")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gpu", [None, "h200"])
-def test_weights_that_are_not_quantised_yet_count_as_if_they_were(gpu):
-    pytest.importorskip("bitsandbytes")
-    real, hollow = (
-        tunecompile.estimate(make(quantised=True), SHAPE, gpu=gpu),
-        tunecompile.estimate(without_weights(make(quantised=True)), SHAPE, gpu=gpu),
-    )
-    assert hollow.weights == pytest.approx(
-        real.weights, rel=0.01
-    )  # bitsandbytes has a table of the 16 levels beside each
-    assert (
-        hollow.activations == pytest.approx(real.activations, rel=0.01)
-        and hollow.flops == real.flops
-        and hollow.plans == real.plans
-    )
-    assert hollow.milliseconds == (None if gpu is None else pytest.approx(real.milliseconds, rel=0.05))
 
 
 def test_other_weights_that_are_not_quantised_yet_are_not_guessed():

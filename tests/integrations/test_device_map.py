@@ -1,7 +1,5 @@
 """Models that accelerate placed (`device_map`): found and compiled as others are, with accelerate's hooks where they were."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -99,28 +97,6 @@ def test_layers_that_accelerate_brings_have_no_plan(memory):
     assert report.memory is None if memory == "auto" else [plan["layers"] for plan in report.memory["plans"]] == [1], (
         report
     )
-
-
-@pytest.mark.slow
-def test_a_forward_of_a_modules_own_is_called():
-    """Somebody set it before accelerate wrapped it, on a module inside and on the head."""
-
-    def double(module):
-        forward = module.forward
-        module.forward = lambda hidden: 2 * forward(hidden)
-
-    reference, model = make(), make()
-    for each in (reference, model):
-        double(each.get_base_model().model.layers[1].mlp)
-        double(each.get_base_model().lm_head)
-    same_gradients(tunecompile.optimize(placed(model), executor="eager"), reference)
-
-
-@pytest.mark.slow
-def test_a_copy_is_placed_as_well():
-    model = tunecompile.optimize(placed(make()), executor="eager")
-    zoo.step(model, zoo.batch())
-    same_gradients(copy.deepcopy(model), make())
 
 
 def test_offloaded_modules_in_a_layer_on_another_device_are_refused():

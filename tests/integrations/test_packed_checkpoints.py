@@ -71,36 +71,6 @@ def test_adapters_are_trained_through_them(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
-def test_verified(kind, tmp_path):
-    packed, _ = pair(tmp_path, kind)
-    result = tunecompile.verify(tunecompile.optimize(packed, executor="eager"), zoo.batch())
-    assert result.passed and result.reference == "float64", str(result)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
-def test_by_inductor(kind, tmp_path):
-    packed, dense = pair(tmp_path, kind)
-    errors = zoo.errors(gradients(tunecompile.optimize(packed)), gradients(dense))
-    assert max(errors.values()) < 1e-5, errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
-def test_merged_in_a_new_process(kind, tmp_path):
-    from tunecompile.integrations.export.adapter import load
-
-    packed, _ = pair(tmp_path / "base", kind)
-    packed.save_pretrained(tmp_path / "adapter")
-    tunecompile.save_merged(packed, tmp_path / "expected", dtype="float32")
-    model, _ = load(tmp_path / "adapter", str(tmp_path / "base"), trained_on=f"{kind}-experts")
-    tunecompile.save_merged(model, tmp_path / "merged", dtype="float32")
-    merged, expected = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("merged", "expected"))
-    assert all(torch.equal(a, b) for a, b in zip(merged.parameters(), expected.parameters(), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
 def test_merged_and_loaded_again_by_transformers_alone(kind, tmp_path):
     packed, dense = pair(tmp_path / "base", kind)
     model = tunecompile.optimize(packed, executor="eager")
@@ -109,18 +79,6 @@ def test_merged_and_loaded_again_by_transformers_alone(kind, tmp_path):
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert getattr(merged.config, "quantization_config", None) is None
     torch.testing.assert_close(logits(merged), logits(dense), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
-def test_an_adapter_is_loaded_by_peft(kind, tmp_path):
-    from peft import PeftModel
-
-    packed, dense = pair(tmp_path / "base", kind)
-    packed.save_pretrained(tmp_path / "adapter")
-    base = checkpoints.load(tmp_path / "base", kind)
-    again = tunecompile.optimize(PeftModel.from_pretrained(base, tmp_path / "adapter"), executor="eager")
-    torch.testing.assert_close(logits(again), logits(dense), rtol=1e-5, atol=1e-5)
 
 
 def test_mxfp4_is_saved_as_the_checkpoint_was(tmp_path):

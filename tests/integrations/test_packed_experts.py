@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 import tunecompile
 from tests.support import zoo
 from tests.support.files import logits
-from tests.support.models.packed import OVER, gradients, named, pair, stack
-from tests.support.notes import BROKEN, EAGER, find, has
+from tests.support.models.packed import OVER, gradients, pair, stack
+from tests.support.notes import BROKEN, EAGER, find
 from tunecompile.errors import CannotQuantize, MissingExtra
 from tunecompile.integrations.packed_experts import quantize
 from tunecompile.integrations.packed_experts.stacks import packed_stacks
@@ -68,25 +68,6 @@ def test_gradients_are_those_of_dense_experts(family, options):
     assert "2 x dequantize_4bit" in str(report) and "grouped_lora_linear" in str(report)
     tunecompile.restore(model)
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_in_bfloat16_no_further_from_fp32_than_eager(family):
-    packed, dense = pair(family, dtype=torch.bfloat16)
-    true = gradients(copy.deepcopy(dense).float())
-    theirs = zoo.errors(gradients(dense), true)
-    ours = zoo.errors(gradients(tunecompile.optimize(packed, executor="eager")), true)
-    assert sum(ours.values()) < 1.1 * sum(theirs.values())
-
-
-@pytest.mark.slow
-def test_by_inductor():
-    packed, dense = pair("qwen3_moe", dtype=torch.bfloat16)
-    true = gradients(copy.deepcopy(dense).float())
-    theirs = zoo.errors(gradients(dense), true)
-    ours = zoo.errors(gradients(tunecompile.optimize(packed)), true)
-    assert sum(ours.values()) < 1.1 * sum(theirs.values()) and is_whole(packed)
 
 
 def test_dequantised_experts_are_not_saved():
@@ -177,36 +158,6 @@ def test_experts_in_every_state(tmp_path):
     tunecompile.save_merged(packed, tmp_path, dtype="float32")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_padding_is_removed():
-    packed, dense = pair("qwen3_moe")
-    batch = zoo.batch(rows=3)
-    batch["attention_mask"] = (torch.arange(16) < torch.tensor([[10], [5], [16]])).long()
-    batch["labels"][batch["attention_mask"] == 0] = -100
-    model = tunecompile.optimize(packed, executor="eager")
-    (_, got), (_, true) = (zoo.step(each, batch) for each in (model, dense))
-    assert max(zoo.errors(named(model, got), named(dense, true)).values()) < 2e-6
-    assert "padding is removed" in str(tunecompile.report(model)), tunecompile.report(model)
-
-
-@pytest.mark.slow
-def test_a_loop_over_experts_is_told():
-    model = zoo.make("qwen3_moe", num_hidden_layers=2, num_experts_per_tok=4, moe_intermediate_size=64)
-    model.set_experts_implementation("eager")
-    tunecompile.quantize_experts(model)
-    reference = zoo.adapt(model, target_modules=["q_proj"])
-    model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
-    compare(model, reference, 1e-5)
-    assert has(model, "packed-stacks") and "loops over its experts" in str(tunecompile.report(model))
-
-
-@pytest.mark.slow
-def test_verified():
-    packed, _ = pair("qwen3_moe")
-    result = tunecompile.verify(tunecompile.optimize(packed, executor="eager"), zoo.batch())
-    assert result.passed and result.reference == "float64", str(result)
 
 
 def test_names_and_a_second_call():

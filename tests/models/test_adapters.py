@@ -1,8 +1,6 @@
 """Adapters that come, go and change after `optimize`."""
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
@@ -82,20 +80,6 @@ def test_adapters_are_switched_disabled_and_deleted():
     assert not find(model, *EAGER)
     found = {m.family: (m.found, m.rewritten) for m in tunecompile.report(model).matches}
     assert found["lora"] == (3, 3)
-
-
-@pytest.mark.slow
-def test_gradients_with_the_adapter_disabled():
-    from peft import get_peft_model
-
-    model = get_peft_model(small(), lora(modules_to_save=["embed_tokens"]))
-    reference = copy.deepcopy(model)
-    optimized(model)
-    with model.disable_adapter(), reference.disable_adapter():
-        for m in (model, reference):
-            m.base_model.model.model.norm.weight.requires_grad_(True)
-        assert_same_step(model, reference)
-    assert_same_step(model, reference)
 
 
 @pytest.mark.slow
@@ -273,33 +257,6 @@ def test_a_head_under_another_autocast_than_its_loss():
         loss.backward()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_hooks_on_the_backward_of_a_head():
-    model = optimized(small())
-    zoo.step(model, zoo.batch())
-    called = []
-    model.lm_head.register_full_backward_hook(lambda *_: called.append(1))
-    zoo.step(model, zoo.batch())
-    assert called == [1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("memory", ["1GiB", None])
-def test_a_model_can_be_freed(memory):
-    """Dynamo keeps every backend it was given, and compiled functions where the collector does not look."""
-    from peft import get_peft_model
-
-    model = tunecompile.optimize(
-        get_peft_model(small(), lora(target_modules=["q_proj", "lm_head"])).train(), memory=memory, executor="eager"
-    )
-    model(**zoo.batch()).loss.backward()
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    gc.collect()  # behind many tests the first frees what has finalizers, and those what it holds
-    assert alive() is None
 
 
 def test_adapter_saved_and_loaded(tmp_path):

@@ -84,21 +84,6 @@ def median(values) -> float:
     return sorted(values)[len(values) // 2]
 
 
-@pytest.mark.slow
-def test_adapters_in_half_precision():
-    """TRL keeps QLoRA's adapters in bf16, also over an fp32 base."""
-    model = zoo.adapt(zoo.quantize(zoo.make("llama")))
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.bfloat16()
-    loss, gradients = zoo.step(model, zoo.batch())
-    tunecompile.optimize(model, executor="eager")
-    again, same = zoo.step(model, zoo.batch())
-    assert again.item() == pytest.approx(loss.item(), rel=1e-3)
-    assert median(zoo.errors(same, gradients).values()) < 1e-2
-    assert matches(model)["lora"] == (7, 7), tunecompile.report(model)
-
-
 def test_compiles_at_most_twice_with_the_default_cache_setting():
     model = zoo.adapt(zoo.make("llama", num_hidden_layers=12))
     assert model.config.use_cache

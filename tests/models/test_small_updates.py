@@ -55,21 +55,3 @@ def test_a_first_update_is_as_large_as_in_fp32():
     moved = {name: log_probability(model, inputs) - before[name] for name, model in made.items()}
     assert moved["exact"] > 0.1 and abs(moved["ours"] - moved["exact"]) < 0.2 * moved["exact"], moved
     assert moved["eager"] < 0.5 * moved["exact"], moved
-
-
-@pytest.mark.slow
-def test_a_curve_is_nearer_to_that_of_fp32_than_eagers():
-    curves = {}
-    for name, model in three().items():
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=STEP)
-        curves[name] = []
-        for seed in range(10):
-            with torch.autocast("cpu", torch.bfloat16, enabled=name != "exact"):
-                loss = model.train()(**zoo.batch(512, rows=4, length=64, seed=seed % 2)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            curves[name].append(loss.item())
-    exact = torch.tensor(curves["exact"])
-    eager, ours = ((torch.tensor(curves[name]) - exact).abs().mean().item() for name in ("eager", "ours"))
-    assert ours < 0.6 * eager, curves

@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import tunecompile
-from tests.support import zoo
 from tunecompile._torch.cuda import attention_order
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.ir.pretend_gpu import as_on_gpu
@@ -116,21 +114,6 @@ def test_what_is_not_by_head_alone_stays_whole(scarce):
     gm = make_fx(masked, tracing_mode="fake")(q, torch.zeros(8, 8), q)
     before = len(calls(gm.graph))
     assert len(calls(split(gm).graph)) == before
-
-
-@pytest.mark.slow
-def test_a_model(scarce):
-    reference = zoo.step(tunecompile.optimize(zoo.make("llama", num_key_value_heads=4), executor="eager"), zoo.batch())
-    seen, run = [], by_heads.in_turn
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            by_heads, "in_turn", lambda *args, **options: seen.append(options["groups"]) or run(*args, **options)
-        )
-        loss, gradients = zoo.step(
-            tunecompile.optimize(zoo.make("llama", num_key_value_heads=4), executor="eager"), zoo.batch()
-        )
-    assert seen and set(seen) == {2} and torch.equal(loss, reference[0])
-    assert all(torch.equal(gradients[name], gradient) for name, gradient in reference[1].items())
 
 
 GPU = [("cudnn", 1, 8, 2, 4096, 128), ("flash", 2, 8, 4, 512, 64), ("cudnn", 2, 32, 8, 1024, 128)]

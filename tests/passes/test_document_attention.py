@@ -194,11 +194,6 @@ def another_mask(q, k, v, offsets):
     return F.scaled_dot_product_attention(heads(q), heads(k), heads(v), attn_mask=mask | (torch.arange(TOTAL) == 0))
 
 
-def part_of_it(q, k, v, offsets):
-    mask = document_mask(offsets, LONGEST, TOTAL, 0)[:, :, :, 1:]
-    return F.scaled_dot_product_attention(heads(q), heads(k)[:, :, 1:], heads(v)[:, :, 1:], attn_mask=mask)
-
-
 def test_near_misses():
     """The mask is then made, and the numbers are right."""
     check(another_mask, *inputs(), OFFSETS, expect={"document_mask": 1})

@@ -176,20 +176,6 @@ def test_pairs_and_tables_of_half_the_width(dtype):
     )
 
 
-@pytest.mark.slow
-def test_dynamic_shapes_of_pairs_and_tables_of_half_the_width():
-    heads = Heads(lambda q, k, cos, sin: (apart(q, cos, sin), apart(k, cos, sin)))
-    check(
-        heads,
-        random(2, 5, 6),
-        *halved(rows=2),
-        passes=PASSES,
-        expect={"rope": 2},
-        dynamic=True,
-        parameters=list(heads.parameters()),
-    )
-
-
 NOT_APART = {
     "first and second exchanged": lambda x, c, s: torch.stack(
         (x[..., 1::2] * c - x[..., ::2] * s, x[..., ::2] * c + x[..., 1::2] * s), -1

@@ -4,25 +4,11 @@ import pytest
 import torch
 
 import tunecompile
-from tests.support import zoo
 from tests.support.compare import assert_equal
-from tests.support.memory.budgets import LAYERS, needed, step
 from tunecompile.cli.compare.meters import count_saved_bytes
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-
-
-@pytest.mark.slow
-def test_layers_of_two_structures_share_the_budget():
-    model = zoo.make("llama", num_hidden_layers=LAYERS)
-    for layer in model.model.layers[LAYERS // 2 :]:
-        layer.mlp.extra = torch.nn.Identity()
-    model = tunecompile.optimize(zoo.adapt(model).train(), memory=int(0.4 * needed()), executor="eager")
-    step(model)
-    report = tunecompile.report(model)
-    assert len(report.regions) == 2 and sum(p["layers"] for p in report.memory["plans"]) == LAYERS
-    assert any(p["recompute"] for p in report.memory["plans"])
 
 
 class TwoKinds(torch.nn.Module):

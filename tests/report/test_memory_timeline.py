@@ -142,14 +142,6 @@ def test_each_layers_beginnings_are_sampled_in_the_first_steps_of_a_plan(metered
 
 
 @pytest.mark.slow
-def test_a_bigger_batch_is_sampled_again():
-    model = build("1TiB")
-    for rows in (2, 2, 2, 2, 2, 3, 2):
-        step(model, rows=rows)
-    assert (budget_of(model).trace.step, budget_of(model).trace.tokens) == (6, 48)
-
-
-@pytest.mark.slow
 def test_copies_stand_in_the_page(to_the_host, tmp_path):
     model = build(int(0.7 * needed()))
     for _ in range(2):

@@ -70,16 +70,6 @@ def test_random_numbers_are_those_of_the_callers_generator():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.slow
-def test_autocast_comes_and_goes():
-    model, reference = pair(lambda: zoo.make("llama", num_hidden_layers=2))
-    for dtype in (None, torch.bfloat16, None):
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            (loss, found), (expected, gradients) = (zoo.step(m, padded()) for m in (model, reference))
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-3 if dtype else 1e-5)
-        assert max(zoo.errors(found, gradients, 1e-4).values()) < (0.1 if dtype else 1e-4)
-
-
 def test_dropout_of_a_part_that_is_set_to_evaluation():
     model, reference = pair(with_dropout)
     for training in (True, False, True):

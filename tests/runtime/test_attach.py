@@ -18,9 +18,7 @@ from tests.support.models.pairs import attending, checkpoint, compiled_slots, op
 from tests.support.notes import find, has
 from tests.support.reports import flattened
 from tunecompile.errors import NotAModule, NotOptimized
-from tunecompile.planner.hardware import Rates
 from tunecompile.runtime import attach
-from tunecompile.runtime.memory import plan_maker
 from tunecompile.runtime.parts.layers import EntryHook
 
 pytest.importorskip("transformers")
@@ -129,50 +127,6 @@ def test_restore_undoes_exactly():
     assert anatomy(model) != before
     assert tunecompile.restore(model) is model
     assert anatomy(model) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_restore_keeps_checkpointing_that_was_enabled_meanwhile(use_reentrant):
-    model, reference = small(), small()
-    optimized(model)
-    for m in (model, reference):
-        checkpoint(m, use_reentrant=use_reentrant)
-    enabled = anatomy(model)
-    assert_same_step(model, reference)
-    ours = {
-        "_compiled_call_impl",
-        "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs",
-        "_forward_hooks",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-        "_tunecompile",
-    }
-    slots = {key for key in enabled if key[1] in ours}
-    tunecompile.restore(model)
-    after = anatomy(model)
-    assert {k: v for k, v in enabled.items() if k not in slots} == {k: v for k, v in after.items() if k not in slots}
-    layer, other = model.model.layers[0], reference.model.layers[0]
-    assert set(vars(layer)) == set(vars(other))
-    assert layer._gradient_checkpointing_func.keywords == other._gradient_checkpointing_func.keywords
-    assert layer._gradient_checkpointing_func.func is other._gradient_checkpointing_func.func
-    assert_same_step(model, reference)
-
-
-@pytest.mark.slow
-def test_checkpointing_of_every_other_layer_and_off_again():
-    model, reference = zoo.make("llama"), zoo.make("llama")
-    optimized(model)
-    if not hasattr(model, "activation_checkpointing_enable"):
-        pytest.skip("transformers has no every_n_layers yet")
-    for m in (model, reference):
-        m.activation_checkpointing_enable(every_n_layers=2)
-    assert_same_step(model, reference)
-    for m in (model, reference):
-        m.activation_checkpointing_disable()
-    assert_same_step(model, reference)
-    assert tunecompile.report(model).compiles == 2  # one with, one without
 
 
 @pytest.mark.slow
@@ -346,24 +300,6 @@ def test_layers_in_a_loop(asked):
 
 
 # -- several models -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_two_models_of_one_class_under_different_plans(monkeypatch):
-    # measured rates depend on what else the machine does, and so would the plan
-    monkeypatch.setattr(plan_maker, "rates_of", lambda *_: Rates(flops=1.0, copy=1e12))
-    plain, first, second = small(), small(), small()
-    optimized(first), optimized(second)
-    checkpoint(second, use_reentrant=True)
-    for seed in range(2):
-        assert_same_step(first, plain, zoo.batch(seed=seed))
-        assert_same_step(second, plain, zoo.batch(seed=seed))
-    compiles = [tunecompile.report(m).compiles for m in (first, second)]
-    assert compiles[0] == 1 and compiles[1] <= 2, "what checkpoints would need may be room for two plans"
-    saved = [tunecompile.report(m).to_dict()["saved_bytes"] for m in (first, second)]
-    assert saved[1] < saved[0] / 2 and not compiled_slots(plain)
-    tunecompile.restore(first)
-    assert not compiled_slots(first) and len(compiled_slots(second)) == 5
 
 
 @pytest.mark.parametrize(

@@ -62,23 +62,6 @@ def test_an_encoders_length_that_the_decoders_does_not_follow():
     assert (head.found, head.rewritten) == (1, 1)  # with the bias beside it
 
 
-@pytest.mark.slow
-def test_a_reference_without_adapters_has_one_graph_for_all_shapes():
-    """As DPO runs it beside each training step."""
-    pytest.importorskip("peft")
-    model, reference = pair(lambda: zoo.adapt(small(), target_modules=["q_proj", "v_proj"]))
-    counts = []
-    for seed, (rows, length) in enumerate(SHAPES[:4]):
-        inputs, logits = {**zoo.batch(256, rows, length, seed=seed), "use_cache": False}, []
-        for m in (model, reference):
-            with torch.no_grad(), m.disable_adapter():
-                logits.append(m(**inputs).logits)
-        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
-        assert_same_step(model, reference, inputs)
-        counts.append(sum(compiles(model)))
-    assert counts == [2, 3, 3, 3]
-
-
 def test_adapters_that_are_switched_to_themselves():
     """PEFT's modules share one list of active adapters, or have one each: that depends on the last switch."""
     pytest.importorskip("peft")
@@ -241,39 +224,6 @@ def test_pieces_are_not_shared_by_plans_nor_by_calls_with_other_hooks(monkeypatc
     (region,) = models[0]._tunecompile.regions
     assert [c.plan for backend in region.backends.values() for c in backend.contexts] == 4 * [KEEP] + 2 * [RECOMPUTE]
     assert len(pieces_of(region)) == 2
-
-
-def t5():
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=256, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, dropout_rate=0.0)
-    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0))
-
-
-@pytest.mark.slow
-def test_relative_positions_of_an_encoder_and_a_decoder():
-    """The first layers, which make them, and the others."""
-    model, reference = pair(t5)
-    for seed, ((rows, length), target) in enumerate(zip(SHAPES, (12, 17, 9, 22, 12, 40))):
-        assert_same_step(model, reference, translation(rows, length, target, seed))
-    assert compiles(model) == [2, 2, 2, 2]
-
-
-@pytest.mark.slow
-def test_a_mixture_whose_experts_are_a_loop():
-    """Its layers are in pieces. Behind attention, these are the same ones with a mask and without."""
-    pytest.importorskip("peft")
-    sizes = dict(num_experts_per_tok=2, moe_intermediate_size=32, num_hidden_layers=2, experts_implementation="eager")
-    model, reference = pair(lambda: zoo.adapt(zoo.make("qwen3_moe", **sizes)))
-    for seed, (rows, length) in enumerate(((3, 12), (3, 12), (2, 16), (4, 10), (2, 9), (3, 12))):
-        inputs = zoo.batch(256, rows, length, seed=seed)
-        if seed % 2:
-            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            inputs["attention_mask"][1, -3:] = 0
-            inputs["labels"][1, -3:] = -100
-        assert_same_step(model, reference, inputs)
-    (region,) = model._tunecompile.regions
-    frames = Counter(c.frame for backend in region.backends.values() for c in backend.contexts)
-    assert max(frames.values()) <= 4 and sum(frames.values()) <= 2 * len(frames) + 3, frames
 
 
 @pytest.mark.slow

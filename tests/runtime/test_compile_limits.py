@@ -15,8 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tunecompile
-from tests.support import zoo
-from tests.support.compare import assert_same_step
 from tests.support.models.pairs import pair
 from tests.support.notes import find, has
 from tunecompile.compiler.backend import Backend
@@ -138,13 +136,6 @@ def assert_same(models, *inputs, atol=1e-7):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
 
 
-def annealed(model, batch: int) -> None:
-    """The strength of all adapters, batch by batch."""
-    for module in model.modules():
-        if isinstance(getattr(module, "scaling", None), dict):
-            module.scaling["default"] = 2.0 / (1 + batch)
-
-
 def data(length: int = 12, seed: int = 0) -> torch.Tensor:
     return torch.randn(2, length, 8, generator=torch.Generator().manual_seed(seed))
 
@@ -259,18 +250,6 @@ def test_a_number_that_changes_becomes_a_symbol(executor, step):
         assert_same(
             models, data(seed=batch), atol=1e-6 if executor == "inductor" else 1e-7
         )  # its sums are in another order
-    report = tunecompile.report(models[0])
-    assert report.compiles == 3 and not find(report, "given-up", "ran-eagerly"), report
-
-
-@pytest.mark.slow
-def test_the_scaling_of_adapters_is_annealed():
-    pytest.importorskip("peft")
-    models = pair(lambda: zoo.adapt(zoo.make("llama", num_hidden_layers=2), target_modules=["q_proj", "v_proj"]))
-    for batch in range(5):
-        for model in models:
-            annealed(model, batch)
-        assert_same_step(*models, zoo.batch(seed=batch))
     report = tunecompile.report(models[0])
     assert report.compiles == 3 and not find(report, "given-up", "ran-eagerly"), report
 

@@ -92,18 +92,6 @@ def test_a_model_compiled_by_its_user():
         assert has(model, "compiled-from-outside")
 
 
-@pytest.mark.slow
-def test_report_says_why_a_region_was_compiled_again():
-    model = tunecompile.optimize(zoo.adapt(zoo.make("llama")), executor="eager")
-    for length in (16, 24, 32):
-        zoo.step(model, zoo.batch(length=length))
-    report = tunecompile.report(model)
-    (region,) = report.regions
-    assert region.compiles == 2 and len(region.recompiles) == 1
-    assert all("size mismatch" in reason for reason in region.recompiles) and "recompiled because" in str(report)
-    assert report.to_dict()["regions"][0]["recompiles"] == region.recompiles
-
-
 def test_modules_that_run_ligers_kernels_are_told_of():
     model = optimized(zoo.make("llama", num_hidden_layers=2))
     assert not find(model, "liger-kernels")

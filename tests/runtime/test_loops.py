@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_run
-from tests.support.matrix.losses import evaluated_before_the_backward
 from tests.support.models.pairs import of_plain_layers, pair, small
 from tests.support.notes import codes, fell_back, find, has
 
@@ -148,16 +147,6 @@ def test_a_graph_that_is_retained(write):
         assert_same_run(model, reference, run)
 
 
-@pytest.mark.slow
-def test_evaluation_between_forward_and_backward():
-    """A reference model's logits, say: the step's decision must not reach the recomputation."""
-    model, reference = pair()
-    assert_same_run(model, reference, lambda m: evaluated_before_the_backward(m, zoo.batch()))
-    for m in (model, reference):
-        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    assert_same_run(model, reference, lambda m: evaluated_before_the_backward(m, zoo.batch()))
-
-
 def test_forward_without_gradients_between_steps():
     model, reference = pair(of_plain_layers)
     for seed in range(2):
@@ -167,26 +156,6 @@ def test_forward_without_gradients_between_steps():
                 reference(**zoo.batch(seed=seed)).loss.item(), rel=1e-5
             )
     assert tunecompile.report(model).compiles == 1
-
-
-@pytest.mark.slow
-def test_gradients_of_the_inputs_and_hidden_states():
-    model, reference = pair()
-    states = []
-
-    def run(m):
-        x = torch.randn(2, 16, 64, requires_grad=True)
-        out = m(inputs_embeds=x, output_hidden_states=True)
-        loss = out.logits.square().mean() + sum(h.square().mean() * i for i, h in enumerate(out.hidden_states))
-        states.append((x, out.hidden_states))
-        return loss
-
-    assert_same_run(model, reference, run)
-    (x, ours), (y, theirs) = states
-    assert len(ours) == len(theirs) == 3
-    assert torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-6)
-    for mine, exact in zip(ours, theirs):
-        assert torch.allclose(mine, exact, atol=1e-4)
 
 
 def test_attentions_are_returned():

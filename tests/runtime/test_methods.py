@@ -1,7 +1,6 @@
 """Methods of classes and functions of linears, replaced between steps: Dynamo guards on a class, and on few of its methods."""
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -73,29 +72,6 @@ def test_what_is_watched_of_a_class():
         assert watch.look() == 0
         watch.add([nn.Linear(2, 2)])
     assert watch.look() not in (0, other)
-
-
-@pytest.mark.slow
-def test_an_adapted_head_whose_class_gets_another_forward():
-    peft = pytest.importorskip("peft")
-
-    def build():
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, target_modules=["lm_head"], task_type="CAUSAL_LM", init_lora_weights=False)
-        return peft.get_peft_model(of_plain_layers(), config)
-
-    models = pair(build)
-    kind = peft.tuners.lora.Linear
-    forward = kind.forward
-    assert_same_step(*models)
-    for factor in (1.5, 0.5):
-        with attribute(
-            kind, "forward", lambda self, *args, factor=factor, **given: forward(self, *args, **given) * factor
-        ):
-            assert_same_step(*models)
-    assert_same_step(*models)
-    (head,) = [each for each in tunecompile.report(models[0]).matches if each.family == "linear_cross_entropy"]
-    assert head.rewritten
 
 
 def louder(function):

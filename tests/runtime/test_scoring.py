@@ -1,6 +1,5 @@
 """Forwards without gradients of a model in training (a reference in DPO, the old policy in GRPO) run the code that training runs."""
 
-import types
 from collections import Counter
 
 import pytest
@@ -8,9 +7,8 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tests.support.batches import packed, padded
 from tests.support.models.pairs import attending, pair, small
-from tests.support.notes import EAGER, find, has
+from tests.support.notes import EAGER, find
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -50,16 +48,6 @@ def test_scores_are_compiled_and_right():
 
 
 @pytest.mark.slow
-def test_scores_before_the_first_step_and_of_other_shapes():
-    model, reference = scored(adapted=False)
-    for rows, length in ((2, 16), (3, 16), (3, 20), (4, 24), (1, 24)):
-        assert torch.allclose(
-            score(model, rows=rows, length=length), score(reference, rows=rows, length=length), atol=1e-5
-        )
-    assert compiled(model)["without_gradient"] <= 3
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, None, True])
 def test_a_score_between_forward_and_backward(checkpointing):
     losses, gradients = [], []
@@ -81,20 +69,6 @@ def test_a_score_between_forward_and_backward(checkpointing):
     assert set(gradients[0]) == set(gradients[1])
     for name, exact in gradients[1].items():
         assert torch.allclose(gradients[0][name], exact, rtol=1e-3, atol=1e-7), name
-
-
-@pytest.mark.slow
-def test_a_plan_of_memory_is_about_training_steps():
-    """Scores of as many tokens follow it, and so have their code; more are not what it was made for."""
-    model, reference = scored(memory="1GiB")
-    for seed in range(3):
-        for m in (model, reference):
-            zoo.step(m, zoo.batch(seed=seed))
-        assert torch.allclose(score(model, seed), score(reference, seed), atol=1e-5)
-    assert compiled(model) == {"training": 1}
-    assert torch.allclose(score(model, rows=5), score(reference, rows=5), atol=1e-5)
-    assert compiled(model) == {"training": 1, "without_gradient": 1}
-    assert tunecompile.report(model).memory["plans"][0]["layers"] == 2
 
 
 def test_generation_and_caches_stay_as_they_are():
@@ -151,62 +125,3 @@ def test_log_probabilities_of_a_reference_make_no_logits(made):
     model.get_base_model().lm_head.weight.requires_grad_()
     with torch.no_grad():
         assert type(model(**inputs).logits) is torch.Tensor, "they could be read after the optimizer's step"
-
-
-def fused(model: torch.nn.Module) -> torch.nn.Module:
-    """With a forward as TRL's: log-probabilities of labelled tokens from the head's weight. The head itself is never called."""
-
-    def forward(self, input_ids, attention_mask=None, labels=None):
-        hidden = model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state[
-            :, :-1
-        ]
-        taken = labels[:, 1:] != -100
-        return (hidden[taken] @ model.lm_head.weight.t()).log_softmax(-1).gather(-1, labels[:, 1:][taken][:, None])
-
-    model.forward = types.FunctionType(
-        forward.__code__, {"__name__": "trl.trainer.utils"}, closure=forward.__closure__, argdefs=forward.__defaults__
-    ).__get__(model)
-    return model
-
-
-@pytest.mark.slow
-def test_padding_is_left_out_of_scores_as_of_training():
-    """A policy is its own reference to the bit."""
-    model, reference = scored(adapted=False)
-    fused(model), fused(reference)
-    for step in range(2):
-        policy = model(**padded(seed=step))
-        with torch.no_grad():
-            assert torch.equal(model(**padded(seed=step)), policy)
-            assert torch.allclose(reference(**padded(seed=step)), policy, atol=1e-5)
-        policy.sum().backward()
-    assert compiled(model) == {"training": 1}
-    assert all(kind.flat for region in model._tunecompile.regions for _, kind in region.variants)
-    assert has(model, "padding-removed", count=2)
-
-
-@pytest.mark.slow
-def test_logits_of_a_score_keep_their_padding():
-    """Once somebody has read them, no batch is flattened any more."""
-    model, reference = scored(adapted=False)
-    plain = model.forward
-    fused(model)(**padded()).sum().backward()
-    model.forward = plain
-    inputs = padded() | {"use_cache": False}
-    with torch.no_grad():
-        model(**inputs)
-        assert has(model, "padding-kept", reason="logits-read")
-        assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_packed_scores_are_told_apart_as_training_is():
-    """Without a mask, so that the same code computes both."""
-    model, reference = scored(adapted=False)
-    inputs = packed((7, 9)) | {"use_cache": False}
-    policy = model(**inputs).logits
-    with torch.no_grad():
-        assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
-        assert torch.equal(model(**inputs).logits, policy + 0)
-    policy.sum().backward()
-    assert compiled(model) == {"training": 1}

@@ -47,15 +47,6 @@ def test_the_environment_switches_it_off(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_callback_that_comes_late_and_one_beside_optimize(tmp_path):
-    model = tunecompile.optimize(zoo.adapt(small()), executor="eager")
-    late = trainer(tmp_path, [], model=model)
-    late.add_callback(tunecompile.Callback(executor="eager"))
-    late.train()
-    assert {match.family: match.rewritten for match in tunecompile.report(model).matches}["lora"] == 7
-
-
-@pytest.mark.slow
 def test_a_model_that_is_made_anew(tmp_path):
     door = tunecompile.Callback(executor="eager")
     made = trainer(tmp_path, [door], model_init=lambda: zoo.adapt(small()))

@@ -105,22 +105,6 @@ def test_a_pattern_that_finds_nothing_is_told(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_result_that_is_rounded(tmp_path):
-    """Its gradients are right, and in bf16 so is it."""
-    found = failed(
-        *skeleton(
-            tmp_path,
-            "rounds",
-            (
-                "    return torch.tanh(x / cap) * cap\n\n\n@rounds",
-                "    return (torch.tanh(x / cap) * cap).bfloat16().to(x.dtype)\n\n\n@rounds",
-            ),
-        )
-    )
-    assert "pass: right in float32" in found and "pass: right in bfloat16" not in found
-
-
-@pytest.mark.slow
 def test_a_package_that_is_installed_elsewhere():
     """Its module is known by its folder; a plan pass of it takes no part in what is asked of graphs."""
     package = Path(__file__).parents[1] / "packages" / "squared_relu"

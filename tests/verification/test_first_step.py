@@ -5,7 +5,6 @@ import importlib
 
 import pytest
 import torch
-from torch import nn
 
 import tunecompile
 import tunecompile.passes
@@ -67,44 +66,6 @@ def test_under_accelerates_mixed_precision():
     result = tunecompile.verify(model, batch)
     assert result.reference == "float32" and 1e-4 < max(row["eager_error"] for row in result.gradients) < 0.1
     assert has(model, "verified")
-
-
-@pytest.mark.slow
-def test_a_model_with_gradient_checkpointing():
-    model = build().to(torch.bfloat16)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
-    tunecompile.optimize(model, executor="eager", verify=True)
-    zoo.step(model, zoo.batch(rows=4, length=64))
-    (note,) = find(model, "verified", "not-verified")
-    assert note.code == "verified" and model.model.is_gradient_checkpointing
-
-
-@pytest.mark.slow
-def test_a_batch_with_a_graph_of_its_own():
-    model, projector = tunecompile.optimize(build(), executor="eager", verify=True), nn.Linear(8, 64)
-    inputs = projector(torch.randn(2, 16, 8))
-    model(inputs_embeds=inputs, labels=torch.randint(0, 256, (2, 16))).loss.backward()
-    assert projector.weight.grad is not None and has(model, "verified")
-
-
-class Whole(nn.Module):
-    """Without repeated layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return type("Output", (), {"loss": self.outer(torch.nn.functional.silu(self.inner(x))).square().mean()})
-
-
-@pytest.mark.slow
-def test_a_model_that_is_one_region():
-    torch.manual_seed(0)
-    model = tunecompile.optimize(Whole().train(), executor="eager", verify=True)
-    model(torch.randn(4, 8)).loss.backward()
-    assert find(model, "verified", "not-verified")
 
 
 @pytest.mark.slow

@@ -115,17 +115,6 @@ def test_packed_rows_have_the_losses_of_padded_ones(job, trainer, kind, tmp_path
     assert counted[0] == pytest.approx(counted[1])  # real tokens alone
 
 
-@pytest.mark.slow
-def test_packed_rows_train_an_optimized_model_as_an_eager_one(job, monkeypatch):
-    monkeypatch.setattr(models, "apply_system", optimized_without_inductor)
-    job = job.replace(batch=20)  # all rows there are: one length, and one compilation
-    eager, ours = (
-        data_run(job.replace(trainer="loop", system=system, batching="packed"))["runs"][0]
-        for system in ("hf", "tunecompile")
-    )
-    assert ours["losses"] == pytest.approx(eager["losses"], abs=1e-5)
-
-
 def optimized_without_inductor(model, job):
     return tunecompile.optimize(model, executor="eager") if job.engine == "tunecompile" else model
 

@@ -233,25 +233,6 @@ def test_quantised_by_transformers(family, options, tmp_path):
     torch.testing.assert_close(logits(loaded(tmp_path / "out")), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_it_trains_on(tmp_path):
-    """Optimized, trained, saved, and trained: the steps are those of a model that was never saved."""
-    saved, other = (zoo.adapt(zoo.make("llama")) for _ in range(2))
-    tunecompile.optimize(saved, executor="eager")
-    tunecompile.optimize(other, executor="eager")
-    for step in range(3):
-        for model in (saved, other):
-            _, gradients = zoo.step(model, zoo.batch(seed=step))
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if name in gradients:
-                        parameter -= 0.1 * gradients[name]
-        if step == 1:
-            tunecompile.save_merged(saved, tmp_path, dtype="float32")
-            torch.testing.assert_close(logits(loaded(tmp_path)), logits(other), rtol=1e-5, atol=1e-5)
-    assert same(state(saved), state(other))
-
-
 def test_without_adapters(tmp_path):
     """A model that was trained as a whole; a dtype of its own; several files; a tokenizer."""
 

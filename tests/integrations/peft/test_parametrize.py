@@ -83,30 +83,6 @@ def test_experts_in_every_state(family):
     assert "grouped_lora_linear" in str(tunecompile.report(model))
 
 
-@pytest.mark.slow
-def test_under_autocast_and_in_16_bits():
-    for dtype, autocast in ((torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16)):
-        reference = zoo.adapt(zoo.make("qwen3_moe", num_hidden_layers=2, num_experts_per_tok=4).to(dtype), **EXPERTS)
-        exact, model = zoo.in_fp32(reference), tunecompile.optimize(copy.deepcopy(reference), executor="eager")
-        (_, true), (_, theirs), (_, ours) = (
-            zoo.step(each, zoo.batch(), autocast if each is not exact else None) for each in (exact, reference, model)
-        )
-        theirs, ours = zoo.errors(theirs, true), zoo.errors(ours, true)
-        assert sum(ours.values()) < 1.1 * sum(theirs.values()) and is_whole(model)
-
-
-@pytest.mark.slow
-def test_no_gradient_for_idle_experts():
-    model = zoo.adapt(zoo.make("qwen3_moe", num_hidden_layers=2, num_experts=16), **EXPERTS)
-    tunecompile.optimize(model, executor="eager")
-    _, gradients = zoo.step(model, zoo.batch(rows=1, length=6))
-    of_layers = [g for name, g in gradients.items() if "experts.lora_A" in name]
-    assert len(of_layers) == 2
-    for a in of_layers:
-        idle = a.reshape(16, 4, -1).abs().amax((1, 2)).eq(0)
-        assert 4 <= idle.sum() < 16, "six tokens have twelve experts at most"
-
-
 def test_they_are_given_back_and_a_copy_has_its_own():
     model = tunecompile.optimize(zoo.adapt(zoo.make("mixtral")), executor="eager")
     inner = [module for module in wrappers(model) if "forward" in vars(module)]
@@ -123,19 +99,6 @@ def test_they_are_given_back_and_a_copy_has_its_own():
 
 
 @pytest.mark.slow
-def test_a_forward_of_somebody_elses_is_left_alone():
-    model = zoo.adapt(zoo.make("mixtral"))
-    gate = next(module for name, module in model.named_modules() if name.endswith("layers.0.mlp.gate"))
-    own, called = gate.forward, []
-    gate.forward = lambda *args, **kwargs: (called.append(1), own(*args, **kwargs))[1]
-    replaced = gate.forward
-    tunecompile.optimize(model, executor="eager")
-    zoo.step(model, zoo.batch())
-    tunecompile.restore(model)
-    assert called and gate.forward is replaced
-
-
-@pytest.mark.slow
 def test_a_loop_over_experts_runs_as_it_is():
     reference = zoo.make("qwen3_moe", num_hidden_layers=2)
     reference.set_experts_implementation("eager")
@@ -143,16 +106,6 @@ def test_a_loop_over_experts_runs_as_it_is():
     model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
     compare(model, reference)
     assert has(model, "parametrizing-modules") and "loops over its experts" in str(tunecompile.report(model))
-
-
-@pytest.mark.slow
-def test_hooks_on_what_is_wrapped_are_called():
-    reference = zoo.adapt(zoo.make("qwen3_moe", num_hidden_layers=2), **EXPERTS)
-    model, called = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), []
-    inner = wrappers(model)[0].get_base_layer()
-    inner.register_forward_hook(lambda *_: called.append(1))
-    compare(model, reference)
-    assert called
 
 
 class Base(nn.Module):
@@ -215,13 +168,6 @@ def test_code_that_would_notice_is_refused(kind, reason):
         bound = experts.traced(wrapper)
         x = torch.randn(5, 4)
         torch.testing.assert_close(torch.compile(bound, backend="eager", fullgraph=True)(x), wrapper(x))
-
-
-@pytest.mark.slow
-def test_verified_in_double_precision():
-    """For which torch has no grouped product."""
-    result = tunecompile.verify(tunecompile.optimize(zoo.adapt(zoo.make("mixtral")), executor="eager"), zoo.batch())
-    assert result.passed and result.reference == "float64", str(result)
 
 
 class Attending(nn.Module):

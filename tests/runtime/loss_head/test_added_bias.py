@@ -56,14 +56,6 @@ def test_losses_of_a_bias_and_of_what_is_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spelling", ["after a scale", "twice"])
-def test_the_loss_refuses(spelling):
-    model, reference = pair()
-    assert_same_run(model, reference, loss_of(REAL[spelling]))
-    assert head_of(model).rewritten == 0
-
-
-@pytest.mark.slow
 def test_a_bias_that_changes_before_the_loss():
     model, reference = pair()
 

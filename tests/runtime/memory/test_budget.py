@@ -12,7 +12,6 @@ from tests.support.compare import assert_equal
 from tests.support.memory import full_device
 from tests.support.memory.budgets import LAYERS, Meter, build, needed, step
 from tests.support.notes import codes, find, has
-from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.compiler import partitioner
 from tunecompile.notes.memory import NOTES
 from tunecompile.ops import lora_linear
@@ -51,16 +50,6 @@ def test_any_budget_gives_the_same_bits(dropout, shares):
 
 
 @pytest.mark.slow
-def test_fewer_bytes_are_saved_for_a_smaller_budget():
-    whole, saved = needed(), []
-    for share in (1.1, 0.6, 0.05):
-        model = build(int(share * whole))
-        step(model)  # compiles
-        saved.append(count_saved_bytes(model, lambda: model(**zoo.batch()).loss))
-    assert saved == sorted(saved, reverse=True) and saved[-1] < 0.5 * saved[0]
-
-
-@pytest.mark.slow
 def test_a_bigger_batch_is_planned_anew_and_a_smaller_one_again():
     model, reference = build(int(1.2 * needed())), build(None)
     plans = []
@@ -94,17 +83,6 @@ def test_checkpointing_alone_is_a_budget(monkeypatch, floor):
     model.gradient_checkpointing_disable()
     assert_equal(step(model), plain())
     assert tunecompile.report(model).memory is None and not find(model, "checkpointing-is-budget")
-
-
-@pytest.mark.slow
-def test_accumulated_gradients_are_kept():
-    model, reference = build(int(0.4 * needed())), build("eager")
-    for m in (model, reference):
-        for rows in (2, 3):
-            m(**zoo.batch(rows=rows)).loss.backward()
-    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters()):
-        if theirs.grad is not None:
-            torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
 
 
 @pytest.mark.slow
@@ -220,13 +198,6 @@ def test_launches_are_weighed_against_computing_again(monkeypatch, flops, pays):
 
 
 @pytest.mark.slow
-def test_nothing_is_copied_where_all_fits(to_the_host):
-    model = build("1TiB")
-    step(model)
-    assert to_the_host[-1].report()["bytes_out"] == 0 and tunecompile.report(model).memory["offload"] is None
-
-
-@pytest.mark.slow
 def test_a_step_that_needed_more_than_predicted_is_planned_anew(monkeypatch):
     from tunecompile.runtime.memory import per_device
 
@@ -265,35 +236,6 @@ def test_a_generation_between_steps_is_no_part_of_them(monkeypatch):
     step(model)
     budget = model._tunecompile.step.budget
     assert budget.plans == 1 and not budget.memory.surplus
-
-
-@pytest.mark.slow
-def test_what_else_comes_to_lie_in_memory_is_seen(monkeypatch):
-    from tunecompile.runtime.memory import per_device
-
-    meter = Meter()
-    monkeypatch.setattr(per_device, "gauge_of", lambda device: meter)
-    whole = needed()
-    model = build(int(1.3 * whole))
-    step(model)
-    meter.now = whole // 2  # a second model, say
-    step(model)
-    assert any(p["recompute"] for p in tunecompile.report(model).memory["plans"])
-
-
-@pytest.mark.slow
-def test_batches_of_many_sizes_are_not_planned_each():
-    model = build(int(1.5 * needed()))
-    for length in (16, 15, 14, 17, 20, 9, 18):
-        step(model, length=length)
-    budget = model._tunecompile.step.budget
-    assert budget.plans == 1
-    step(model, rows=8)
-    made = budget.plans
-    assert made > 1
-    for length in (16, 15, 14, 13):
-        step(model, rows=8, length=length)
-    assert budget.plans == made
 
 
 @pytest.mark.slow

@@ -138,29 +138,6 @@ def test_layers_that_write_are_not_repeated(kind, retained):
     assert all(map(torch.equal, model.buffers(), reference.buffers()))
 
 
-@pytest.mark.slow
-def test_layers_that_begin_to_write_are_not_repeated():
-    """That was not to be seen in their first call. Another backward pass goes through the graph of the first."""
-
-    class Later(Counting):
-        def forward(self, x, scale=None):
-            return super().forward(x) if self.training and x.size(0) == 5 else Block.forward(self, x) * self.seen
-
-    def run(model):
-        torch.manual_seed(5)
-        found = loss(model, rows=5)
-        found.backward(retain_graph=True)
-        found.backward()
-        return found.detach(), gradients(model)
-
-    model, reference = pair_of(Later)
-    assert_equal(step(model), step(reference))
-    assert not recovery(model).refused
-    for _ in range(2):
-        assert_equal(run(model), run(reference))
-    assert all(map(torch.equal, model.buffers(), reference.buffers())) and len(recovery(model).refused) == LAYERS
-
-
 # -- weights that are others in the meantime --------------------------------------------------------------------------------------
 
 

@@ -80,42 +80,6 @@ def test_any_timing_of_the_copies(granules, on_disk, tmp_path):
         assert empty(offload) and not files(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["lora", "checkpointed"])
-def test_compiled_layers(mode):
-    pytest.importorskip("transformers")
-    pytest.importorskip("peft")
-
-    def make_model():
-        model = zoo.make("llama", num_hidden_layers=4)
-        model = zoo.adapt(model)
-        if mode == "checkpointed":
-            model.gradient_checkpointing_enable()
-        return tunecompile.optimize(model, executor="eager")
-
-    def graphs(model):
-        return [variant.graphs for region in model._tunecompile.regions for variant in region.variants.values()]
-
-    expected, later, compiled = (
-        zoo.step(model := make_model(), zoo.batch()),
-        zoo.step(model, zoo.batch(length=24)),
-        graphs(model),
-    )
-    torch._dynamo.reset()
-    model, offload = make_model(), make_offload()
-    wrap(model, offload)
-    for batch, reference in (
-        (zoo.batch(), expected),
-        (zoo.batch(), expected),
-        (zoo.batch(length=24), later),
-    ):  # compiled under the hooks
-        offload.begin_step()
-        assert equal_bits(zoo.step(model, batch), reference)
-        assert offload.report()["bytes_out"] > 0 and empty(offload)
-    assert graphs(model) == compiled
-    assert {note.code for note in tunecompile.report(model).notes} <= {"checkpointing-is-budget"}
-
-
 def test_weights_and_shared_arguments_are_not_copied_by_each_layer():
     model = tunecompile.optimize(zoo.adapt(zoo.make("llama", num_hidden_layers=4)), executor="eager")
     offload = make_offload()

@@ -63,18 +63,6 @@ def test_in_the_very_first_step(where):
     assert full.raised == 1 and any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])
 
 
-@pytest.mark.slow
-def test_again_and_again():
-    model = guarded()
-    faults = [
-        Full(model, 3, "forward"),
-        Full(model, 2, "behind the backward"),
-        Full(model, 0, "before the backward", times=2),
-    ]
-    assert_equal(step(model), plain())
-    assert [fault.raised for fault in faults] == [1, 1, 2]
-
-
 @pytest.mark.parametrize(
     "where",
     [
@@ -174,17 +162,6 @@ def test_accumulated_gradients_are_kept(where):
 
 
 @pytest.mark.slow
-def test_two_losses_in_one_backward():
-    model, reference = guarded(), build(None)
-    full = Full(model, 1, "before the backward")
-    for m in (model, reference):
-        torch.manual_seed(5)
-        (loss(m) + 2 * loss(m, seed=2)).backward()
-    assert full.raised == 1
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
-
-
-@pytest.mark.slow
 def test_a_graph_that_is_retained():
     model, reference = guarded(), build(None)
     full = Full(model, 2, "before the backward")
@@ -199,40 +176,6 @@ def test_a_graph_that_is_retained():
         loss(reference).backward()
     ours, theirs = gradients(model), gradients(reference)
     assert full.raised == 1 and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def descend(parameter):
-    parameter.data.sub_(0.1 * parameter.grad)
-    parameter.grad = None
-
-
-@pytest.mark.slow
-def test_optimizers_in_hooks_after_accumulation():
-    def run(model):
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(descend)
-        for seed in (3, 4):
-            torch.manual_seed(seed)
-            loss(model).backward()
-        return model.state_dict()
-
-    model, reference = guarded(), build(None)
-    full = Full(model, 1, "behind the backward", times=2)
-    ours, theirs = run(model), run(reference)
-    assert full.raised == 2 and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.slow
-def test_gradients_by_name_and_of_hidden_states():
-    model, reference, found = guarded(), build(None), []
-    full = Full(model, 1, "before the backward")
-    for m in (model, reference):
-        torch.manual_seed(5)
-        out, states = m.backbone(ids())
-        total = out.square().mean() + sum(state.square().mean() for state in states)
-        found.append(torch.autograd.grad(total, [*m.backbone.parameters(), *states]))
-        assert all(p.grad is None for p in m.parameters())
-    assert full.raised == 1 and all(map(torch.equal, *found))
 
 
 @pytest.mark.slow
@@ -262,23 +205,6 @@ def test_weights_that_layers_share(part):
     full = Full(model, 1, "before the backward")
     _, gradients = zoo.step(model, batch)
     assert max(zoo.errors(gradients, reference).values()) < 1e-5 and full.raised == 1
-
-
-@pytest.mark.slow
-def test_under_autocast():
-    def run(model):
-        torch.manual_seed(5)
-        with torch.autocast("cpu", torch.bfloat16):
-            found = loss(model)
-        found.backward()
-        return found.detach(), gradients(model)
-
-    model = guarded()
-    run(model)
-    for where in WHERE:
-        full = Full(model, 2, where)
-        assert_equal(run(model), run(build(None)))
-        assert full.raised == 1
 
 
 # -- models and loops -----------------------------------------------------------------------------------------------------------
@@ -311,25 +237,6 @@ def test_adapters_and_batches_without_their_padding(few_plans):
         assert_equal(run(model), reference)
         assert full.raised == 1
     assert has(model, "padding-removed")
-
-
-@pytest.mark.slow
-def test_trainer(tmp_path, few_plans):
-    from transformers import Trainer, TrainingArguments
-
-    from tests.support.trainers import Rows, arguments, collate, curve
-
-    curves = []
-    for memory in ("500KiB", None):
-        model = llama(memory)
-        if memory is not None:
-            faults = [Full(model, 1, "before the backward"), Full(model, 0, "forward")]
-        options = arguments(TrainingArguments, tmp_path, eval_strategy="no", max_steps=3)
-        trainer = Trainer(model, options, data_collator=collate, train_dataset=Rows())
-        trainer.train()
-        curves.append(curve(trainer))
-    assert [fault.raised for fault in faults] == [1, 1] and len(curves[0]) == 6
-    assert curves[0] == curves[1]
 
 
 @pytest.mark.parametrize("where", [WHERE[0], *(pytest.param(where, marks=pytest.mark.slow) for where in WHERE[1:])])

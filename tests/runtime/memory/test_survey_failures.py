@@ -15,17 +15,6 @@ pytest.importorskip("peft")
 
 
 @pytest.mark.slow
-def test_a_survey_that_fails_leaves_the_step_alone(monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no survey today")
-
-    monkeypatch.setattr(candidates, "survey", fail)
-    model = build("1MiB")
-    assert_equal(step(model), step(build(None)))
-    assert has(model, "no-memory-plan", detail="no survey today")
-
-
-@pytest.mark.slow
 def test_a_second_survey_that_fails_leaves_what_the_first_found(monkeypatch):
     inner, broken = candidates.survey, []
 

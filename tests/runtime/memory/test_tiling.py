@@ -5,7 +5,6 @@ import pytest
 import tunecompile
 from tests.support import zoo
 from tests.support.memory.budgets import build, step
-from tests.support.notes import EAGER, FAILED, find
 from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.ir.op import Provider
 from tunecompile.ops import lora_mlp
@@ -72,29 +71,6 @@ def test_a_budget_that_nothing_else_fits(surveyed):
     assert quarter.returned == half.returned == whole.returned
     assert quarter.backward_work.products == pytest.approx(whole.backward_work.products, rel=0.05)
     assert surveyed[Plan(tiles=4)].returned < surveyed[KEEP].returned
-
-
-@pytest.mark.slow
-def test_as_much_as_fits_is_not_in_pieces():
-    model = make("1TiB")
-    step(model, **SHAPE)
-    kept = make(tunecompile.report(model).memory["predicted_peak"])
-    step(kept, **SHAPE)
-    assert {plan["tiles"] for plan in plans(kept)} == {1}
-
-
-@pytest.mark.slow
-def test_sizes_that_change():
-    """From the second on they are symbols."""
-    model, reference = make("1KiB"), make(None)
-    for length in (64, 50, 33):
-        (loss, ours), (expected, theirs) = (step(m, rows=2, length=length) for m in (model, reference))
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6) and max(zoo.errors(ours, theirs).values()) < 1e-5
-    report = tunecompile.report(model)
-    assert all(plan["tiles"] > 1 for plan in plans(model)) and any(
-        "lora_mlp_tiled" in name for region in report.regions for name in region.providers
-    )
-    assert not find(report, *EAGER, *FAILED), report.notes
 
 
 def test_the_fewest_bytes_in_passing_where_held_bytes_are_equal():

@@ -116,21 +116,6 @@ def test_another_adapter_between_forward_and_backward(rank):
 
 
 @pytest.mark.slow
-def test_adapters_of_other_targets_and_ranks():
-    model, reference = (
-        build(target_modules=["q_proj", "k_proj", "v_proj"]),
-        build("eager", target_modules=["q_proj", "k_proj", "v_proj"]),
-    )
-    for m in (model, reference):
-        for name, targets, rank in (("one", ["q_proj"], 4), ("large", ["q_proj", "k_proj", "v_proj"], 70)):
-            add(m, name, target_modules=set(targets), r=rank)
-    for name in ("default", "one", "large", "default", "one"):
-        for m in (model, reference):
-            m.set_adapter(name)
-        assert_same_by_element(model, reference)
-
-
-@pytest.mark.slow
 def test_a_pending_backward_outlives_the_plan():
     """Of another adapter than the one that ran last, when a bigger batch takes the matrices' room."""
     roomy = build(target_modules=["q_proj", "v_proj"])
@@ -154,37 +139,6 @@ def test_a_pending_backward_outlives_the_plan():
 
 
 @pytest.mark.slow
-def test_adapters_that_change_as_the_layers_begin():
-    """By a hook of the owner's, and where layers are called by themselves."""
-    model, reference = build(), build("eager")
-    assert_same_by_element(model, reference)
-    for m in (model, reference):
-        inner = m.get_base_model().model
-        inner.register_forward_pre_hook(
-            lambda module, args: [p.data.mul_(1.1) for n, p in module.named_parameters() if "lora_" in n] and None
-        )
-    assert_same_by_element(model, reference)
-    for m in (model, reference):
-        for n, p in m.named_parameters():
-            if "lora_" in n:
-                p.data.mul_(1.2)
-
-    def by_hand(m):
-        inner = m.get_base_model().model
-        hidden = inner.embed_tokens(zoo.batch()["input_ids"])
-        rope = inner.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
-        m.zero_grad()
-        for layer in inner.layers:
-            hidden = layer(hidden, position_embeddings=rope)
-            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-        loss = hidden.square().mean()
-        loss.backward()
-        return loss.detach(), gradients(m)
-
-    assert_same_by_element(model, reference, by_hand)
-
-
-@pytest.mark.slow
 def test_weights_that_are_moved_or_replaced_leave_nothing_behind():
     model, reference = build(), build("eager")
     assert_same_by_element(model, reference)
@@ -197,16 +151,6 @@ def test_weights_that_are_moved_or_replaced_leave_nothing_behind():
             m.unmerge_adapter()
         assert_same_by_element(model, reference)
         assert kept(model).bytes == held
-
-
-@pytest.mark.slow
-def test_what_is_given_back_between_steps_is_made_again():
-    model, reference = build(), build("eager")
-    for _ in range(2):
-        assert_same_by_element(model, reference, accumulated)
-        assert kept(model).bytes > 0
-        tunecompile.free(model)
-        assert kept(model).bytes == 0
 
 
 @pytest.mark.slow
@@ -224,37 +168,6 @@ def test_matrices_are_freed():
     del model
     gc.collect()
     assert alive and not any(ref() is not None for ref in alive)
-
-
-@pytest.mark.slow
-def test_dense_weights_are_not_kept():
-    """They may be changed in ways that nothing counts: `weight.data += delta`."""
-    model = tunecompile.optimize(
-        zoo.adapt(zoo.make("llama", num_hidden_layers=2)).train(), memory=ROOMY, executor="eager"
-    )
-    step(model)
-    assert not kept(model).bytes and not tunecompile.report(model).memory["kept_weights"]
-
-
-@pytest.mark.slow
-def test_a_bigger_batch_takes_their_room():
-    roomy = build()
-    step(roomy)
-    needed = roomy._tunecompile.step.budget.admitted
-    model, reference = build(int(1.2 * (needed.weights + needed.choice.peak))), build("eager")
-    assert_same_by_element(model, reference)
-    assert kept(model).bytes == needed.weights
-    assert_same_by_element(model, reference, lambda m: step(m, rows=12))
-    assert not kept(model).bytes and not tunecompile.report(model).memory["kept_weights"]
-    assert_same_by_element(model, reference)
-
-
-@pytest.mark.slow
-def test_no_room_and_no_wish():
-    for memory in (None, "600KiB"):
-        model = build(memory)
-        step(model)
-        assert not kept(model).bytes
 
 
 def test_layers_of_another_list_run_between(monkeypatch):

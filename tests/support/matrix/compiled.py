@@ -108,10 +108,6 @@ def of_images(make: Callable) -> Callable[[], nn.Module]:
     return build
 
 
-def targets_of(make: Callable) -> list[str]:
-    return make()[2]
-
-
 def several_sizes() -> Batches:
     """Images of several sizes, two and one in a batch; the first sizes again."""
     return [images.images_of(images.GRIDS[at]) for at in (0, 1, 2, 7, 0)]
