@@ -74,6 +74,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--frames", type=int, default=1, help="of a video")
     parser.add_argument("--rows", type=int, default=1, help="images or videos of a batch")
     parser.add_argument("--text", type=int, default=TEXT, help="tokens of a caption")
+    parser.add_argument(
+        "--without-cudnn",
+        action="store_true",
+        help="of torch's kernels for attention, in all systems (on an H200 with torch 2.11 eager Flux ended in an illegal "
+        "access to memory)",
+    )
     parser.add_argument("--systems", default=f"hf,hf-checkpoint,{BLOCKS},tunecompile")
     parser.add_argument("--steps", type=int, default=10, help="timed steps at least; each bucket is timed as often")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="that all of it may take")
@@ -233,6 +239,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.backends.cuda.enable_cudnn_sdp(not given.without_cudnn)
     model = prepare(build(given, device, dtype), given.systems, device)
     reset_memory(device)
     try:
@@ -252,6 +259,7 @@ def run(given: argparse.Namespace, name: str, _folder: str, seconds: float) -> d
     for option in ("model", "layers", "pixels", "buckets", "frames", "rows", "text", "steps"):
         if (value := getattr(given, option)) is not None:
             command += [f"--{option}", str(value)]
+    command += ["--without-cudnn"] * given.without_cudnn
     return row_apart(command, given.logs / f"diffusion-{name}.log", seconds)
 
 
@@ -264,6 +272,7 @@ def main() -> int:
     about = {"model": given.model, "mode": given.mode, "budget_gib": None, "rank": RANK, "text": given.text}
     about |= {"shape": f"{given.rows}x{'~' * (given.buckets > 1)}{given.pixels}px", "images": given.buckets}
     about |= {"frames": given.frames} if given.frames > 1 else {}
+    about |= {"attention": "without cuDNN"} if given.without_cudnn else {}
     about |= {"layers": given.layers} if given.layers else {}
     cases = {
         name: {"system": name, "checkpointing": name != BLOCKS and bool(system(name).checkpointing), **about}
