@@ -129,7 +129,10 @@ class Bound:
             try:
                 with self.lock:
                     self.ended.set()
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(self.thread, None)
+                # An error that waits is raised at a jump, so here. Taking it back would leave its flag: calls under a
+                # debugger would look for it without end (Python 3.11).
+                for _ in range(2):
+                    pass
                 return
             except TooLong:
                 pass
