@@ -15,7 +15,7 @@ from tunecompile.errors import NotAModule, UnknownPrecision
 from tunecompile.planner.device_memory import HostGauge, Spec, budget_bytes, host_budget_bytes
 from tunecompile.report.report import Report, summarize
 from tunecompile.runtime.attach import attach, restore
-from tunecompile.runtime.model_state import Precision, Settings, is_optimized, state_of
+from tunecompile.runtime.model_state import Precision, Settings, give_back, is_optimized, state_of
 from tunecompile.verification import verify as verification
 
 __all__ = ["free", "optimize", "report", "restore"]
@@ -147,4 +147,4 @@ def free(model: nn.Module) -> int:
     Raises:
         NotOptimized: `model` is not the object that was optimized.
     """
-    return state_of(model).give_back()
+    return give_back(state_of(model))

@@ -100,6 +100,21 @@ class Part:
 P = TypeVar("P", bound=Part)
 
 
+def give_back(state: State) -> int:
+    """Give back the GPU memory that is held from step to step, as `tunecompile.free` does.
+
+    Returns:
+        Bytes that the process gave back to its GPUs.
+    """
+    devices = {device for slot in state.slots if (device := slot.device) is not None and device.type == "cuda"}
+    before = sum(map(torch.cuda.memory_reserved, devices))
+    state.replays.forget()
+    state.kept.release()
+    for device in devices:
+        gauge_of(device).release()
+    return max(0, before - sum(map(torch.cuda.memory_reserved, devices)))
+
+
 def state_of(model: nn.Module) -> State:
     """The state that `optimize` attached to this model.
 
@@ -179,20 +194,6 @@ class State(NotCopied):
         """A training step begins."""
         for part in self.parts:
             part.before_step(self, call)
-
-    def give_back(self) -> int:
-        """Give back the GPU memory that is held from step to step, as `tunecompile.free` does.
-
-        Returns:
-            Bytes that the process gave back to its GPUs.
-        """
-        devices = {device for slot in self.slots if (device := slot.device) is not None and device.type == "cuda"}
-        before = sum(map(torch.cuda.memory_reserved, devices))
-        self.replays.forget()
-        self.kept.release()
-        for device in devices:
-            gauge_of(device).release()
-        return max(0, before - sum(map(torch.cuda.memory_reserved, devices)))
 
     @property
     def passes(self) -> tuple[Pass, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tunecompile.integrations import generation
 from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
-from tunecompile.runtime.model_state import State
+from tunecompile.runtime.model_state import State, give_back
 from tunecompile.runtime.rollouts import prompt
 from tunecompile.runtime.rollouts.choice import Choice
 from tunecompile.runtime.rollouts.decode_layers import DecodeLayers
@@ -72,7 +72,7 @@ class Loop:
             self.made_room = note("generation-made-room", rows=count, tokens=tokens)
             self._tell(self.made_room)
             del run  # and its cache
-            self._state().give_back()
+            give_back(self._state())
             run = _Run(self, model, input_ids, **given)
             run.why_left()
             try:
