@@ -26,36 +26,24 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installati
 from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart
 from benchmarks.steps.vision import SETTLED, figures, tell
 from tunecompile.cli.compare.spec import system
+from tunecompile.estimate.denoisers import CAPTION, DENOISERS, TARGETS
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-RANK, LR, TEXT = 16, 1e-4, 512  #: of adapters; tokens of a caption
+RANK, LR = 16, 1e-4  #: of adapters
 TIMES = 2  #: that each bucket comes before it is timed, and then again
 TOKEN = 16  #: pixels of a token's edge
 BLOCKS = "compile-blocks"
 #: height and width in sixteenths of an image's edge, whose product is about 256
 ASPECTS = ((16, 16), (18, 14), (14, 18), (19, 13), (13, 19), (21, 12), (12, 21), (24, 10), (10, 24), (17, 15))
-#: ends of the names of adapted linears, as diffusers' train_dreambooth_lora_flux.py has them
-TARGETS = [
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_out.0",
-    "add_q_proj",
-    "add_k_proj",
-    "add_v_proj",
-    "to_add_out",
-    "net.0.proj",
-    "net.2",
-]
 FLUX, QWEN, WAN = "FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel"
 _TINY = dict(attention_head_dim=32, num_attention_heads=2, num_layers=2)
 _TINY_IMAGES = dict(_TINY, in_channels=16, joint_attention_dim=24, axes_dims_rope=(8, 12, 12))
 #: model -> its class, and its config where that differs from the class's own
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "flux.1-dev": (FLUX, dict(guidance_embeds=True)),
+    **DENOISERS,
     "qwen-image": (QWEN, {}),
     "wan-2.1-1.3b": (WAN, dict(num_attention_heads=12, num_layers=30, ffn_dim=8960)),
     "flux-tiny": (FLUX, dict(_TINY_IMAGES, guidance_embeds=True, num_single_layers=2, pooled_projection_dim=20)),
@@ -73,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--buckets", type=int, default=1, choices=range(1, len(ASPECTS) + 1), metavar="1..10")
     parser.add_argument("--frames", type=int, default=1, help="of a video")
     parser.add_argument("--rows", type=int, default=1, help="images or videos of a batch")
-    parser.add_argument("--text", type=int, default=TEXT, help="tokens of a caption")
+    parser.add_argument("--text", type=int, default=CAPTION, help="tokens of a caption")
     parser.add_argument(
         "--without-cudnn",
         action="store_true",
@@ -113,7 +101,7 @@ def build(given: argparse.Namespace, device: str, dtype: torch.dtype) -> nn.Modu
         if given.mode == "qlora":
             pack(model, dtype)
         model.requires_grad_(False)
-        model.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, init_lora_weights="gaussian", target_modules=TARGETS))
+        model.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, init_lora_weights="gaussian", target_modules=[*TARGETS]))
     torch.set_default_dtype(torch.float32)
     for parameter in model.parameters():
         if parameter.requires_grad:
