@@ -197,10 +197,7 @@ def tell_of_traces(begun: Callable[[Any], None], ended: Callable[[Any], None]) -
 
 def running(method: Callable) -> Any:
     """The object whose method this thread runs, innermost; None where it runs in none."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not method.__code__:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
+    return next((frame.f_locals["self"] for frame in under_way() if frame.f_code is method.__code__), None)
 
 
 def integers_may_change() -> contextlib.AbstractContextManager:

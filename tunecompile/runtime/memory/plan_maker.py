@@ -71,7 +71,7 @@ class PlanMaker:
         if error is not None:  # the step goes on with what was surveyed before, or without a plan
             known = max(filter(None, (before, found)), key=lambda each: len(each.rows), default=None)
             missing = "no-memory-plan" if known is None else "few-memory-plans"
-            self.notes = [*dict.fromkeys([*self.notes, _note_failure(missing, slot.region.name, error)])]
+            self.notes = _with_failure(self.notes, missing, slot.region.name, error)
             found = known and replace(known, whole=True)  # it would fail again
         self.surveys.reopened.discard(region)
         if found is None:
@@ -183,7 +183,7 @@ class PlanMaker:
             if made is not None:
                 raise
             # layers of this kind are on another device, too, and were surveyed there
-            self.notes = [*dict.fromkeys([*self.notes, _note_failure("no-memory-plan", str(self.device), error)])]
+            self.notes = _with_failure(self.notes, "no-memory-plan", str(self.device), error)
             return
         if not made.settles(self._surveyed(self.surveys.candidates)):
             self._survey_again()
@@ -233,8 +233,9 @@ class PlanMaker:
             self.offload.ahead = made.choice.ahead
 
 
-def _note_failure(code: str, subject: str, error: Exception) -> Note:
-    return note(code, subject, f"{type(error).__name__}: {str(error)[:200]}")
+def _with_failure(notes: Sequence[Note], code: str, subject: str, error: Exception) -> list[Note]:
+    """The notes and one on a failure, once."""
+    return [*dict.fromkeys([*notes, note(code, subject, f"{type(error).__name__}: {str(error)[:200]}")])]
 
 
 def still_serves(made: AdmittedPlan, memory: MemoryAccounting, progress: Progress, allowed: int) -> bool:
