@@ -51,7 +51,6 @@ PIPELINE = [
     recognize.nf4,
     recognize.dora,
     recognize.lora,
-    recognize.gelu,
     recognize.swiglu,
     recognize.weighted_gate,  # of experts, before their second product
     recognize.grouped_linear,  # base, then base + adapter, then siblings that share x, by what reads them
@@ -63,7 +62,7 @@ PIPELINE = [
     recognize.add_modulated_norm,
     recognize.add_layer_norm,
     recognize.add_rms_norm,  # the sum that ends a rotation is not a residual, if it is normed
-    recognize.lora_mlp,  # projections with the activation between them as one, where a template joins their backward
+    recognize.lora_mlp,  # gate|up, activation and down as one, where a template joins their backward
     recognize.linear_4bit,  # what has no adapter, in rollouts
     plan.widened,
     plan.tile,

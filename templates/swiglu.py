@@ -1,10 +1,10 @@
-"""Gated activation, ``act(gate) * up`` with act SiLU or GELU (SwiGLU, GeGLU: https://arxiv.org/abs/2002.05202).
+"""Gated activation, ``act(gate) * up`` with act SiLU or tanh-GELU (SwiGLU, GeGLU: https://arxiv.org/abs/2002.05202).
 
 gate and up may be the two column halves of one projection's output, and the backward pass writes both gradients into
 one buffer, the gradient of that output, so no concatenation is needed. It can also recompute the product, which the
 weight gradient of the down projection needs, at the cost of one write and no read.
 
-SiLU and tanh-GELU are ``g * sigmoid(s)``: s = g, and s = 2 sqrt(2 / pi) (g + 0.044715 g^3). GELU is ``g * cdf(g)``.
+Both of these activations are ``g * sigmoid(s)``: s = g for SiLU, s = 2 sqrt(2 / pi) (g + 0.044715 g^3) for tanh-GELU.
 The clamped gate, ``g sigmoid(alpha g) (u + 1)`` (https://arxiv.org/abs/2508.10925), has gate and up interleaved
 by column: pairs are read and written together.
 """
@@ -20,44 +20,30 @@ from ._launch import launch, next_power_of_2
 
 __all__ = ["ACTIVATIONS", "backward", "clamped", "clamped_backward", "forward", "weighted_backward"]
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")  #: by the names of `tunecompile.ops.swiglu.gated_activation`
+ACTIVATIONS = ("silu", "gelu_tanh")  #: by the names of `tunecompile.ops.swiglu.gated_activation`
 GELU = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 
 
 @triton.jit
 def _gate(g, ACTIVATION: tl.constexpr):
-    """act(g) / g and the derivative of act."""
-    if ACTIVATION == "gelu":
-        s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
-        d_act = s + g * tl.exp(-0.5 * g * g) * 0.3989422804014327
-    else:  # g sigmoid(s): sigmoid + g ds/dg sigmoid (1 - sigmoid)
-        silu: tl.constexpr = ACTIVATION == "silu"
-        s = tl.sigmoid(g if silu else g * GELU * (1.0 + 0.044715 * g * g))
-        d_act = s * (1.0 + (g if silu else g * GELU * (1.0 + 3 * 0.044715 * g * g)) * (1.0 - s))
-    return s, d_act
+    """sigmoid(s) and g * ds/dg."""
+    if ACTIVATION == "silu":
+        return tl.sigmoid(g), g
+    else:
+        return tl.sigmoid(g * GELU * (1.0 + 0.044715 * g * g)), g * GELU * (1.0 + 3 * 0.044715 * g * g)
 
 
 @triton.jit
 def forward_kernel(
-    gate,
-    up,  # or None, where nothing is gated
-    out,
-    columns,
-    gate_stride,
-    up_stride,
-    out_stride,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
+    gate, up, out, columns, gate_stride, up_stride, out_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
     g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
     s, _ = _gate(g, ACTIVATION)
-    value = g * s
-    if up is not None:
-        value *= tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * out_stride + column, (g * s * u).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -81,10 +67,11 @@ def backward_kernel(
     d = tl.load(grad + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
-    s, d_act = _gate(g, ACTIVATION)
+    s, slope = _gate(g, ACTIVATION)
     act = g * s
     both += row * 2 * columns + column  # d_gate, then d_up
     tl.store(both + columns, (d * act).to(both.dtype.element_ty), mask=mask)
+    d_act = s * (1.0 + slope * (1.0 - s))  # of g sigmoid(s): sigmoid + g ds/dg sigmoid (1 - sigmoid)
     tl.store(both, (d * u * d_act).to(both.dtype.element_ty), mask=mask)
     if RECOMPUTE:
         tl.store(out + row * columns + column, (act * u).to(out.dtype.element_ty), mask=mask)
@@ -103,12 +90,12 @@ def _tile(gate, activation, tile):
     return tile, min(tile.block, next_power_of_2(gate.shape[-1]))
 
 
-def forward(gate, up=None, activation="silu", *, out=None, tile=None):
-    """act(gate) * up, or act(gate), element by element; fp32 inside.
+def forward(gate, up, activation="silu", *, out=None, tile=None):
+    """act(gate) * up, element by element; fp32 inside.
 
     Args:
         gate: [..., F], bf16, fp16 or fp32, any row stride.
-        up: as gate in shape and dtype, any row stride; or None.
+        up: as gate in shape and dtype, any row stride.
         activation: one of ``ACTIVATIONS``.
         out: [rows or more, >= F], unit column stride: the first F columns take the result, the others stay as they
             are. None: new memory.
@@ -123,13 +110,13 @@ def forward(gate, up=None, activation="silu", *, out=None, tile=None):
     tile, block = _tile(gate, activation, tile)
     if out is None:
         out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    gate, up = _matrix(gate), None if up is None else _matrix(up)
+    gate, up = _matrix(gate), _matrix(up)
     rows, columns = gate.shape
     launch(
         forward_kernel,
         (rows, triton.cdiv(columns, block)),
         *(gate, up, out, columns),
-        *(gate.stride(0), 0 if up is None else up.stride(0), out.stride(-2)),
+        *(gate.stride(0), up.stride(0), out.stride(-2)),
         **dict(ACTIVATION=activation, BLOCK=block, num_warps=tile.num_warps, num_stages=tile.num_stages),
     )
     return out
@@ -195,11 +182,12 @@ def weighted_backward_kernel(
         d = tl.load(grad + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
         u = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
-        s, d_act = _gate(g, ACTIVATION)
+        s, slope = _gate(g, ACTIVATION)
         act = g * s
         total += d * act * u
         d *= weight
         tl.store(both + columns + column, (d * act).to(both.dtype.element_ty), mask=mask)
+        d_act = s * (1.0 + slope * (1.0 - s))
         tl.store(both + column, (d * u * d_act).to(both.dtype.element_ty), mask=mask)
     tl.store(d_weights + row, tl.sum(total, 0).to(d_weights.dtype.element_ty))
 

@@ -103,7 +103,7 @@ def _lora_mlp(draw: _Draw) -> list:
     a = [draw.normal(r, k, scale=k**-0.5) for r, (_, k) in zip(ranks, shapes)]
     b = [draw.normal(n, r, scale=0.5) for r, (n, _) in zip(ranks, shapes)]
     sizes = [n for n, _ in shapes]
-    return [draw.normal(ROWS, 64), weights, [], [], [], [], [], [], a, b, [0.5, 2.0, 1.5], sizes, 0, "", "silu"]
+    return [draw.normal(ROWS, 64), weights, [], [], [], [], [], a, b, [0.5, 2.0, 1.5], sizes, 0, "", "silu"]
 
 
 def _adapters(draw: _Draw) -> tuple[list, list, list]:

@@ -13,7 +13,6 @@ from tunecompile.passes.recognize.experts import (
     sort_keys,
     weighted_gate,
 )
-from tunecompile.passes.recognize.gelu import PASS as gelu
 from tunecompile.passes.recognize.grouped_linear import PASS as grouped_linear
 from tunecompile.passes.recognize.linear_cross_entropy import PASS as linear_cross_entropy
 from tunecompile.passes.recognize.lora import PASS as lora

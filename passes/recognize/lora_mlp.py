@@ -1,13 +1,11 @@
 """Adapted gate|up, gated activation and adapted down become one op, if a provider fuses their backward.
 
-Gate and up are two projections, or the halves of one, whose adapter then serves both. Or there is no gate: one adapted
-projection, its activation and down."""
+Gate and up are two projections, or the halves of one, whose adapter then serves both."""
 
 from operator import getitem
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
@@ -42,13 +40,6 @@ def _half(node: Node) -> tuple[Node, int] | None:
     return (y.args[0], index) if len(y.args[0].users) == 1 else None
 
 
-def _whole(node: Node) -> Node | None:
-    """The adapted linear of one weight of which the node is the output, if that has a single user."""
-    linear = node.args[0] if node.target is getitem and node.args[1] == 0 else None
-    alone = getattr(linear, "target", None) in _LINEARS and len(node.users) == len(linear.users) == 1
-    return linear if alone and len(_members(linear)["rows"]) == 1 else None
-
-
 def _is_adapted(node: Node) -> bool:
     """Whether it is of the output of an adapted linear, whole or in part."""
     while isinstance(node, Node) and (node.target is getitem or node.target in _PARTS):
@@ -62,14 +53,13 @@ def _members(linear: Node) -> dict[str, Any]:
         x, inputs, weights, biases, a, b, scales, dtype = linear.args
         return dict(
             x=x,
-            own=inputs,
+            own=[*inputs, *biases],
             weights=list(weights),
             packed=[],
             absmax=[],
             code=[],
             scale=[],
             offset=[],
-            biases=biases,
             a=a,
             b=b,
             scales=scales,
@@ -81,14 +71,13 @@ def _members(linear: Node) -> dict[str, Any]:
     )
     return dict(
         x=x,
-        own=inputs,
+        own=[*inputs, *biases],
         weights=[],
         packed=packed,
         absmax=absmax,
         code=code,
         scale=scale,
         offset=offset,
-        biases=biases,
         a=a,
         b=b,
         scales=scales,
@@ -99,24 +88,12 @@ def _members(linear: Node) -> dict[str, Any]:
 
 def _match(down: Node) -> tuple | str | None:
     """The arguments of `lora_mlp`; for a near miss the reason; otherwise None."""
-    act, narrow = down.args[0], _members(down)
-    if len(narrow["rows"]) != 1:
+    act = down.args[0]
+    if (
+        act.target is not gated_activation.overload
+        or len(down.args[4 if down.target is lora_linear.overload else 8]) != 1
+    ):
         return None
-    found = _gated(act) if act.target is gated_activation.overload else _activated(act)
-    if not isinstance(found, tuple):
-        return found
-    linear, activation = found
-    wide = _members(linear)
-    reason = _mismatch(down, act, wide, narrow) if not is_disturbed(linear, down) else _SWITCHED
-    if reason is not None:
-        return reason
-    names = ("weights", "packed", "absmax", "code", "scale", "offset", "biases", "a", "b", "scales", "rows")
-    joined = [[*wide[name], *narrow[name]] for name in names]
-    return (wide["x"], *joined, *wide["same"][1:], activation)
-
-
-def _gated(act: Node) -> tuple[Node, str] | str | None:
-    """The adapted linear of gate|up and the activation's name; or as `_match`."""
     gate, up = (_half(side) for side in act.args[:2])
     if gate is None or up is None or gate[0] is not up[0]:
         if not any(map(_is_adapted, act.args[:2])):
@@ -124,19 +101,15 @@ def _gated(act: Node) -> tuple[Node, str] | str | None:
         return "gate and up are no group of adapted linears, or are read elsewhere too"
     if (gate[1], up[1]) != (0, 1):
         return "up stands before gate"
-    if len(_members(gate[0])["rows"]) > 2:
+    wide, narrow = _members(gate[0]), _members(down)
+    if len(wide["rows"]) > 2:
         return "a third projection is grouped with gate and up"
-    return gate[0], act.args[2]
-
-
-def _activated(act: Node) -> tuple[Node, str] | str | None:
-    """The adapted linear whose output is activated, and the activation's name; or as `_match`."""
-    if act.target not in (F.silu, F.gelu):
-        return None
-    if (linear := _whole(act.args[0])) is None:
-        return "what is activated is read elsewhere too, or grouped" if _is_adapted(act.args[0]) else None
-    kind = "silu" if act.target is F.silu else "gelu"
-    return linear, kind + "_tanh" * (act.kwargs.get("approximate") == "tanh")
+    reason = _mismatch(down, act, wide, narrow) if not is_disturbed(gate[0], down) else _SWITCHED
+    if reason is not None:
+        return reason
+    names = ("weights", "packed", "absmax", "code", "scale", "offset", "a", "b", "scales", "rows")
+    joined = [[*wide[name], *narrow[name]] for name in names]
+    return (wide["x"], *joined, *wide["same"][1:], act.args[2])
 
 
 _SWITCHED = "autograd or autocast is switched, or a value changed in place, between them"
@@ -145,9 +118,7 @@ _SWITCHED = "autograd or autocast is switched, or a value changed in place, betw
 def _mismatch(down: Node, act: Node, wide: dict[str, Any], narrow: dict[str, Any]) -> str | None:
     """Why the members of gate|up and of down cannot be one op, or None."""
     if wide["own"] or narrow["own"]:
-        return "a projection's adapter has dropout"
-    if bool(wide["biases"]) != bool(narrow["biases"]):
-        return "only one of the projections has a bias"
+        return "a projection has a bias, or its adapter dropout"
     if wide["same"] != narrow["same"] or bool(wide["code"]) != bool(narrow["code"]):
         return "the projections' weights differ in format"
     if wide["same"][0] != value(wide["x"]).dtype or value(act).dtype != value(wide["x"]).dtype or len(act.users) != 1:

@@ -59,7 +59,9 @@ def test_refusals_on_a_gpu():
             == "row-not-contiguous"
         )
         assert gated.refusals((wide, wide, wide, "silu"), None) == {}
-        assert gated.refusals((wide, wide, wide, "gelu"), None) == {}
+        assert gated.refusals((wide, wide, wide, "gelu"), None) == {
+            "triton": note("activation-not-supported", detail="gelu")
+        }
         assert (
             lora_linear.choose((wide, [], [weight], [], [weight], [weight], [1.0], torch.float32)).name == "k_extension"
         )

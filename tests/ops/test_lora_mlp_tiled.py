@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from tests.support.ops.arguments import APART, JOINT, PLAIN, dense_mlp, mlp_leaves, packed_mlp
+from tests.support.ops.arguments import APART, JOINT, dense_mlp, mlp_leaves, packed_mlp
 from tests.support.ops.checks import assert_fake_is_real, error, wide
 from tunecompile.ops import lora_mlp, lora_mlp_tiled
 from tunecompile.ops.lora_mlp_tiled import pieces
@@ -34,12 +34,11 @@ def test_pieces_hold_every_token_once(tokens, tiles, sizes):
     "dtype, adapted",
     [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, None), (torch.float16, None)],
 )
-@pytest.mark.parametrize("shapes", [APART, PLAIN])
-def test_as_exact_as_the_whole(dtype, adapted, tiles, shapes):
-    arguments = dense_mlp(dtype, "silu", adapted, shapes, bias=shapes is PLAIN)
+def test_as_exact_as_the_whole(dtype, adapted, tiles):
+    arguments = dense_mlp(dtype, "silu", adapted)
     exact = [
         tree_map(lambda v: v.detach().requires_grad_() if isinstance(v, torch.Tensor) else v, part)
-        if i in (0, 7, 8, 9)
+        if i in (0, 7, 8)
         else part
         for i, part in enumerate(wide(arguments))
     ]
@@ -59,7 +58,7 @@ def test_over_packed_weights(double):
 
 def test_gradcheck():
     arguments = dense_mlp(torch.float64)
-    run = lambda x, *m: lora_mlp_tiled(x, *arguments[1:7], [], m[:3], m[3:], *arguments[10:], 4)  # noqa: E731
+    run = lambda x, *m: lora_mlp_tiled(x, *arguments[1:7], m[:3], m[3:], *arguments[9:], 4)  # noqa: E731
     assert torch.autograd.gradcheck(run, mlp_leaves(arguments), fast_mode=True)
 
 

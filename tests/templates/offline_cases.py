@@ -332,10 +332,6 @@ def cases(many=1, batch=1, device="cpu"):
             lambda d, gu, y, xa: lora_mlp.backward(d, gu, y, xa, (16, 16), width=28736),
             [gate, wide, e(rows, 16), e(rows, 32)],
         ),
-        "lora_mlp_plain": (
-            lambda d, g, y, xa: lora_mlp.backward(d, g, y, xa, (16,), "gelu", width=14400),
-            [gate, gate, e(rows, 16), e(rows, 16)],
-        ),
         "experts_tiles": (lambda offsets, like: experts.tiles(offsets, choices, like), [offsets, tokens]),
         "experts_rows": (product, [tokens, order, stack, xa, ups, table, offsets]),
         "experts_input": (

@@ -92,7 +92,7 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         "clamped_gate_backward": ["d_both"],
         "lora_rows": ["out"],
         "lora_columns": ["out"],
-        **dict.fromkeys(["lora_mlp", "lora_mlp_plain"], ["both", "parts"]),
+        "lora_mlp": ["both", "parts"],
         "lora_beside": ["out"],
         "lora_mlp_piece": ["both", "parts"],
         "few_rows_begin": ["parts", "xa"],

@@ -23,9 +23,6 @@ def test_against_fp64(device, error, bound, dtype, activation, shape):
     got = swiglu.backward(grad, gate, up, activation, recompute=True)
     for value, expected in zip(got, (d_gate, d_up, y)):
         assert value.dtype == dtype and error(value, expected) < bound(dtype)
-    assert error(swiglu.forward(gate, activation=activation), reference(gate, torch.ones_like(up), activation)) < bound(
-        dtype
-    )
     assert got[0].data_ptr() + shape[-1] * got[0].element_size() == got[1].data_ptr()  # the halves of one buffer
     both = swiglu.backward(grad, gate, up, activation, joined=True)
     assert both.is_contiguous() and torch.equal(both, torch.cat(got[:2], -1))

@@ -50,8 +50,8 @@ PLANTED = {
         ("swapped gradients", "[(wide * up * slope).to(gate.dtype), (wide * value).to(up.dtype)]", "[(wide * value).to(gate.dtype), (wide * up * slope).to(up.dtype)]"),
         ("wrong sign in the slope", "sigmoid * (1 + x * (1 - sigmoid))", "sigmoid * (1 - x * (1 - sigmoid))"),
         ("gradient without the other factor", "(wide * up * slope)", "(wide * slope)"),
-        ("swapped operands", "wide = activated(gate.to(compute_dtype(gate.dtype)), activation)", "wide, up = activated(up.to(compute_dtype(gate.dtype)), activation), gate"),
-        ("another activation", "return F.silu(x)", "return F.gelu(x)"),
+        ("swapped operands", 'wide = gate.to(compute_dtype(gate.dtype))\n    if activation == "silu":', 'wide, up = up.to(compute_dtype(gate.dtype)), gate\n    if activation == "silu":'),
+        ("another activation", "value = F.silu(wide)", "value = F.gelu(wide)"),
     ],
     "weighted gate": [
         ("gradient without the weight", "reference(wide * weights, gate", "reference(wide, gate"),

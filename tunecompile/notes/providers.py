@@ -13,6 +13,7 @@ REASONS = {
     "not-bfloat16": NoteKind("it is for bfloat16 alone, and this is {detail}"),
     "not-16-bytes": NoteKind("rows of matrices are no multiples of 16 bytes"),
     "row-not-contiguous": NoteKind("the elements of a row are not contiguous"),
+    "activation-not-supported": NoteKind("the activation {detail} is not supported"),
     "rank-too-large": NoteKind("rank {rank} is more than {limit}", "Use adapters of a smaller rank."),
     "rows-change": NoteKind("the number of rows changes from call to call"),
     "too-many-rows": NoteKind("{rows} rows are more than {limit}"),

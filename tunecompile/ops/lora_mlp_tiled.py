@@ -17,15 +17,12 @@ from tunecompile.ops.lora_mlp import (
     DOWN,
     WIDE,
     _refuse,
-    bias_gradients,
-    cast,
     forward_flops,
     frozen_weights,
     inner_width,
     lora_mlp,
     lora_mlp_backward,
     of_projections,
-    with_biases,
 )
 from tunecompile.ops.norms import compute_dtype
 
@@ -48,9 +45,9 @@ def pieces(tokens: int, tiles: int) -> list[slice]:
     return [slice(i * each, (i + 1) * each) for i in range(tiles - 1)] + [slice((tiles - 1) * each, tokens)]
 
 
-def _dense(x, weights, packed, absmax, code, scale, offset, a, rows, blocksize, quant_type) -> list:
-    """The arguments of `lora_mlp` between x and the biases, with dequantised weights."""
-    wide, down = frozen_weights(x, weights, packed, absmax, code, scale, offset, a, rows, blocksize, quant_type)
+def _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type) -> list:
+    """The arguments of `lora_mlp` between x and a, with dequantised weights."""
+    wide, down = frozen_weights(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
     return [[*wide.members(), *down.members()], [], [], [], [], []]
 
 
@@ -63,7 +60,6 @@ def lora_mlp_tiled(
     code: Sequence[Tensor],
     scale: Sequence[Tensor],
     offset: Sequence[Tensor],
-    biases: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scales: Sequence[float],
@@ -84,9 +80,9 @@ def lora_mlp_tiled(
         [..., K'] in x's dtype.
     """
     tokens = x.reshape(-1, x.shape[-1])
-    dense = _dense(x, weights, packed, absmax, code, scale, offset, a, rows, blocksize, quant_type)
+    dense = _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
     y = [
-        lora_mlp.reference(tokens[piece], *dense, biases, a, b, scales, rows, 0, "", activation)[0]
+        lora_mlp.reference(tokens[piece], *dense, a, b, scales, rows, 0, "", activation)[0]
         for piece in pieces(tokens.shape[0], tiles)
     ]
     return torch.cat(y).reshape(*x.shape[:-1], rows[-1])
@@ -97,12 +93,12 @@ def lora_mlp_tiled(
     because="wide tensors exist for one tile of the tokens at a time",
     refuses=_refuse,
 )
-def _(*, x, biases, a, b, scales, rows, activation, tiles, **frozen):
+def _(*, x, a, b, scales, rows, activation, tiles, **frozen):
     """All tiles share one buffer for each product's operand, so a tile begins only after the tile before it is done."""
     from tunecompile.templates import lora as rooms
     from tunecompile.templates import swiglu
 
-    (gate_and_up, down), inner = frozen_weights(x, a=a, rows=rows, **frozen), inner_width(a)
+    (gate_and_up, down), inner = frozen_weights(x, rows=rows, **frozen), inner_width(rows)
     tokens, xa = x.reshape(-1, x.shape[-1]), lora.down(x, [], a[WIDE], x.dtype)
     wide = gate_and_up.written(b[WIDE], scales[WIDE], x.dtype)
     narrow = down.written(b[DOWN], scales[DOWN], x.dtype)
@@ -113,10 +109,9 @@ def _(*, x, biases, a, b, scales, rows, activation, tiles, **frozen):
     for piece in cut:
         count = piece.stop - piece.start
         rooms.write_beside(tokens[piece], xa[piece], beside)
-        gate_up = with_biases(beside[:count] @ wide.t(), biases[WIDE])
-        swiglu.forward(*gate_up.split(inner, 1), activation=activation, out=act)
+        swiglu.forward(*(beside[:count] @ wide.t()).split(inner, 1), activation, out=act)
         rooms.append_columns(act[:count, :inner] @ a_down, act, inner)
-        rooms.append_rows(with_biases(act[:count] @ narrow.t(), biases[DOWN]), y, piece.start)
+        rooms.append_rows(act[:count] @ narrow.t(), y, piece.start)
     return y.reshape(*x.shape[:-1], rows[-1])
 
 
@@ -125,7 +120,7 @@ def _room(like: Tensor, cut: Sequence[slice], width: int) -> Tensor:
     return torch.empty((cut[-1].stop - cut[-1].start, width), dtype=like.dtype, device=like.device)
 
 
-@lora_mlp_tiled.backward(gives=("x", "biases", "a", "b"), flops=backward_flops)
+@lora_mlp_tiled.backward(gives=("x", "a", "b"), flops=backward_flops)
 def lora_mlp_tiled_backward(
     grad,
     x,
@@ -135,7 +130,6 @@ def lora_mlp_tiled_backward(
     code,
     scale,
     offset,
-    biases,
     a,
     b,
     scales,
@@ -147,24 +141,23 @@ def lora_mlp_tiled_backward(
 ) -> list[Tensor]:
     """Return the gradients of `lora_mlp_tiled`; each tile's gate|up is recomputed.
 
-    Those of biases and adapters are summed over tiles in fp32 or wider.
+    The adapters' gradients are summed over tiles in fp32 or wider.
 
     Args:
         grad: of y, [..., K'] in its dtype. The others are those of `lora_mlp_tiled`.
 
     Returns:
-        [dx, dbias of each projection, dA and dB of the same], each with the shape and dtype of its input.
+        [dx, dA of each projection, dB of the same], each with the shape and dtype of its input.
     """
     tokens, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    dense = _dense(x, weights, packed, absmax, code, scale, offset, a, rows, blocksize, quant_type)
-    small = (*biases, *a, *b)
-    dx, total = [], [torch.zeros(m.shape, dtype=compute_dtype(x.dtype), device=x.device) for m in small]
+    dense = _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
+    dx, total = [], [torch.zeros(m.shape, dtype=compute_dtype(x.dtype), device=x.device) for m in (*a, *b)]
     for piece in pieces(tokens.shape[0], tiles):
-        args = (tokens[piece], *dense, biases, a, b, scales, rows, 0, "", activation)
-        first, *rest = lora_mlp_backward.reference(grads[piece], *args, *lora_mlp.reference(*args)[1:])
+        args = (tokens[piece], *dense, a, b, scales, rows, 0, "", activation)
+        first, *adapters = lora_mlp_backward.reference(grads[piece], *args, *lora_mlp.reference(*args)[1:])
         dx.append(first)
-        total = [t + d for t, d in zip(total, rest)]
-    return [torch.cat(dx).reshape(x.shape), *(t.to(m.dtype, copy=True) for t, m in zip(total, small))]
+        total = [t + d for t, d in zip(total, adapters)]
+    return [torch.cat(dx).reshape(x.shape), *(t.to(m.dtype, copy=True) for t, m in zip(total, (*a, *b)))]
 
 
 @lora_mlp_tiled_backward.provider(
@@ -172,45 +165,42 @@ def lora_mlp_tiled_backward(
     because="gate|up once more, tile by tile; the adapters' sums are added up in the pass that makes the gradients",
     refuses=_refuse,
 )
-def _(*, grad, x, biases, a, b, scales, rows, activation, tiles, **frozen):
+def _(*, grad, x, a, b, scales, rows, activation, tiles, **frozen):
     """The adapters' inner products are narrow: they are stored for all tokens, and each gradient is one product."""
     from tunecompile.templates import lora as rooms
     from tunecompile.templates import lora_mlp as template
     from tunecompile.templates import swiglu
 
-    (gate_and_up, down), inner, columns = frozen_weights(x, a=a, rows=rows, **frozen), inner_width(a), x.shape[-1]
+    (gate_and_up, down), inner, columns = frozen_weights(x, rows=rows, **frozen), inner_width(rows), x.shape[-1]
     tokens, grads, ranks = x.reshape(-1, columns), grad.reshape(-1, grad.shape[-1]), [m.shape[0] for m in a]
-    height = gate_and_up.height
     through_wide, through_down = (on_diagonal(b[part], scales[part], x.dtype) for part in (WIDE, DOWN))
     xa, gb = lora.down(x, [], a[WIDE], x.dtype), grads @ through_down
     # [[W, scale B], [A, anything]], for both directions
-    wide = gate_and_up.written(b[WIDE], scales[WIDE], x.dtype, below(a[WIDE], height, x.dtype))
+    wide = gate_and_up.written(b[WIDE], scales[WIDE], x.dtype, below(a[WIDE], 2 * inner, x.dtype))
     narrow, a_down = down.stacked(a[DOWN], x.dtype), a[-1].to(x.dtype).t()
     cut = pieces(tokens.shape[0], tiles)
     left, right = _room(x, cut, wide.shape[1]), _room(x, cut, narrow.shape[0])
     dx = _room(x, [slice(0, tokens.shape[0])], columns)
-    parts = template.begin(left.shape[0], inner, height > inner, ranks[WIDE], gb)
-    xa_down, gb_wide, d_biases = [], [], []
+    parts = template.begin(left.shape[0], inner, ranks[WIDE], gb)
+    xa_down, gb_wide = [], []
     for piece in cut:
         count = piece.stop - piece.start
         rooms.write_beside(tokens[piece], xa[piece], left)
         # the last columns are overwritten below; if zeroed here, Inductor would compute all tiles' products at once
         both = left[:count] @ wide.t()
-        gate_up = with_biases(both[:, :height], biases[WIDE])
-        xa_down.append(swiglu.forward(*gate_up.split(inner, 1), activation=activation) @ a_down)
+        gate_up = both[:, : 2 * inner]
+        xa_down.append(swiglu.forward(*gate_up.split(inner, 1), activation) @ a_down)
         rooms.write_beside(grads[piece], gb[piece], right)
         template.backward_of_piece(
             right[:count] @ narrow, gate_up, gb[piece], xa[piece], ranks[WIDE], activation, parts, both
         )
-        d_biases.append(bias_gradients(both[:, :height], grads[piece], rows, biases))
-        gb_wide.append(both[:, :height] @ through_wide)
-        rooms.append_columns(gb_wide[-1], both, height)
+        gb_wide.append(both[:, : 2 * inner] @ through_wide)
+        rooms.append_columns(gb_wide[-1], both, 2 * inner)
         rooms.append_rows(both @ wide[:, :columns], dx, piece.start)
     *db_wide, da_down = template.sums(parts, ranks[WIDE], ranks[-1])
     d_a = (*(torch.cat(gb_wide).t() @ tokens).split(ranks[WIDE]), da_down)
     d_b = [d * scale for d, scale in zip((*of_projections(db_wide, b), grads.t() @ torch.cat(xa_down)), scales)]
-    d_bias = [sum(parts[1:], parts[0]) for parts in zip(*d_biases)]
-    return [dx.reshape(x.shape), *cast((*d_bias, *d_a, *d_b), (*biases, *a, *b))]
+    return [dx.reshape(x.shape), *(d.to(m.dtype) for d, m in zip(d_a, a)), *(d.to(m.dtype) for d, m in zip(d_b, b))]
 
 
 lora_mlp.tiled = lora_mlp_tiled

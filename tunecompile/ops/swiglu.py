@@ -42,15 +42,12 @@ def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     Returns:
         [..., F], in the dtype that gate and up promote to.
     """
-    wide = activated(gate.to(compute_dtype(gate.dtype)), activation)
-    return (wide * up).to(torch.promote_types(gate.dtype, up.dtype))
-
-
-def activated(x: Tensor, activation: str) -> Tensor:
-    """Return activation(x), of x's shape and dtype."""
+    wide = gate.to(compute_dtype(gate.dtype))
     if activation == "silu":
-        return F.silu(x)
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+        value = F.silu(wide)
+    else:
+        value = F.gelu(wide, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return (value * up).to(torch.promote_types(gate.dtype, up.dtype))
 
 
 @gated_activation.backward(
@@ -66,34 +63,29 @@ def gated_activation_backward(grad, gate, up, activation) -> list[Tensor]:
     Returns:
         [dgate, dup], in shape and dtype of gate and up.
     """
-    value, slope = _value_and_slope(gate.to(compute_dtype(gate.dtype)), activation)
-    wide = grad.to(slope.dtype)
+    x = gate.to(compute_dtype(gate.dtype))
+    if activation == "silu":
+        sigmoid = torch.sigmoid(x)
+        value, slope = x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+    elif activation == "gelu":
+        cdf = 0.5 * (1 + torch.erf(x * 0.7071067811865476))
+        value, slope = x * cdf, cdf + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
+    else:
+        root, cubic = GELU_TANH
+        t = torch.tanh(root * (x + cubic * x * x * x))
+        value = 0.5 * x * (1 + t)
+        slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root * (1 + 3 * cubic * x * x)
+    wide = grad.to(x.dtype)
     return [(wide * up * slope).to(gate.dtype), (wide * value).to(up.dtype)]
 
 
-def activated_backward(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    """Return the gradient of x, of its shape and dtype, from that of activation(x)."""
-    _, slope = _value_and_slope(x.to(compute_dtype(x.dtype)), activation)
-    return (grad.to(slope.dtype) * slope).to(x.dtype)
-
-
-def _value_and_slope(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    if activation == "silu":
-        sigmoid = torch.sigmoid(x)
-        return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
-    if activation == "gelu":
-        cdf = 0.5 * (1 + torch.erf(x * 0.7071067811865476))
-        return x * cdf, cdf + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
-    root, cubic = GELU_TANH
-    t = torch.tanh(root * (x + cubic * x * x * x))
-    return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root * (1 + 3 * cubic * x * x)
-
-
-def _refuse(grad: Tensor, gate: Tensor, up: Tensor) -> Note | None:
+def _refuse(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> Note | None:
     if reason := refuse_gpu(grad, gate, up):
         return reason
     if not gate.dtype == up.dtype == grad.dtype:
         return note("dtypes-differ", "gate, up and the gradient")
+    if activation == "gelu":
+        return note("activation-not-supported", detail=activation)
     contiguous = grad.stride(-1) == gate.stride(-1) == up.stride(-1) == 1
     return None if contiguous else note("row-not-contiguous")
 

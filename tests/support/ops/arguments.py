@@ -49,7 +49,6 @@ SCALES = [0.5, 2.0, 1.5]
 
 APART = ((128, 64), (128, 64), (16, 128))  #: gate, up and down
 JOINT = ((256, 64), (16, 128))  #: one projection whose halves are gate and up, and down
-PLAIN = ((128, 64), (16, 128))  #: two projections, and nothing gated
 
 
 def mlp_adapters(dtype, shapes):
@@ -59,27 +58,26 @@ def mlp_adapters(dtype, shapes):
     return a, b
 
 
-def dense_mlp(dtype=torch.float32, activation="silu", adapted=None, shapes=APART, bias=False):
+def dense_mlp(dtype=torch.float32, activation="silu", adapted=None, shapes=APART):
     a, b = mlp_adapters(adapted or dtype, shapes)
     x = torch.randn(2, 3, 64).to(dtype).requires_grad_()
     weights = [(torch.randn(shape) / shape[1] ** 0.5).to(dtype) for shape in shapes]
-    biases = [torch.randn(n).to(dtype).requires_grad_() for n, _ in shapes] if bias else []
-    return [x, weights, *[[]] * 5, biases, a, b, SCALES[-len(shapes) :], [n for n, _ in shapes], 0, "", activation]
+    return [x, weights, *[[]] * 5, a, b, SCALES[-len(shapes) :], [n for n, _ in shapes], 0, "", activation]
 
 
-def packed_mlp(double, activation="silu", shapes=APART, bias=False):
+def packed_mlp(double, activation="silu", shapes=APART):
     pytest.importorskip("bitsandbytes")
 
-    lora_arguments = dense_mlp(activation=activation, shapes=shapes, bias=bias)
+    lora_arguments = dense_mlp(activation=activation, shapes=shapes)
     made = [quantized(*w.shape, double=double, dtype=torch.float32) for w in lora_arguments[1]]
     lora_arguments[1] = []
     lora_arguments[2:7] = [[args[i] for args, _ in made] if double or i < 2 else [] for i in range(5)]
-    lora_arguments[12:14] = [64, "nf4"]
+    lora_arguments[11:13] = [64, "nf4"]
     return lora_arguments, [expected for _, expected in made]
 
 
 def mlp_leaves(arguments):
-    return [arguments[0], *arguments[7], *arguments[8], *arguments[9]]
+    return [arguments[0], *arguments[7], *arguments[8]]
 
 
 def quantized(rows, columns, blocksize=64, quant_type="nf4", double=True, dtype=torch.float32, scale=1.0):

@@ -72,7 +72,7 @@ class Weight:
         return cast(value * scale, dtype).view(n, k).to(self.packed.device)
 
 
-REFERENCE = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}
+REFERENCE = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh")}
 
 
 def reference(gate, up, activation, grad=None):
