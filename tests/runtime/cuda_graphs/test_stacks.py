@@ -13,8 +13,9 @@ from tests.support.notes import has
 from tests.support.stacks import layers_of, of, once, recorded, same, warm
 from tunecompile.runtime.cuda_graphs.between import Between
 from tunecompile.runtime.cuda_graphs.chain import Call, Chain, Link
-from tunecompile.runtime.cuda_graphs.recorded_chains import RecordedChains
+from tunecompile.runtime.cuda_graphs.recorded_chains import MAX_FLIGHTS, RecordedChains
 from tunecompile.runtime.cuda_graphs.recording import InputBuffers
+from tunecompile.runtime.cuda_graphs.stack_pass import Flight
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.model_state import state_of
 
@@ -38,18 +39,37 @@ def test_accumulated_gradients(stack):
     same(stack, lambda m: [once(m, seed=seed) for seed in range(3)])
 
 
-def test_two_forwards_before_one_backward(stack, replayed):
-    """What the first has saved is still needed: the second runs layer by layer."""
+@pytest.mark.parametrize("forwards, flights", [(2, 2), (6, MAX_FLIGHTS)])
+def test_several_forwards_before_one_backward(stack, replayed, forwards, flights):
+    """Each has memory of its own, up to some; further ones run layer by layer."""
     warm(stack)
     before = len(replayed)
 
-    def both(m):
-        first, second = m(**zoo.batch(seed=1)).loss, m(**zoo.batch(seed=2)).loss
-        (first + 2 * second).backward()
+    def all_of_them(m):
+        losses = [m(**zoo.batch(seed=seed)).loss for seed in range(forwards)]
+        sum(loss * (1 + place) for place, loss in enumerate(losses)).backward()
 
-    same(stack, both)
-    assert len(replayed) == before + 1
+    for _ in range(3):
+        same(stack, all_of_them)
+    assert len(replayed) == before + 3 * flights and recorded(stack[0]) == flights
+    (chain,) = of(stack[0]).chains.values()
+    assert len({made.pool for flight in chain.flights for made in flight.recordings.values()}) == flights
     same(stack)
+    assert recorded(stack[0]) == flights
+
+
+def test_backwards_in_another_order(stack):
+    warm(stack)
+
+    def crossed(m):
+        first, second = m(**zoo.batch(seed=1)).loss, m(**zoo.batch(seed=2)).loss
+        first.backward()
+        third = m(**zoo.batch(seed=3)).loss
+        second.backward()
+        third.backward()
+
+    for _ in range(2):
+        same(stack, crossed)
 
 
 def test_a_backward_that_runs_twice(stack):
@@ -193,8 +213,8 @@ def test_a_larger_shape_has_blocks_of_its_own_where_there_is_room(saved, total, 
     recorder = SimpleNamespace(memory=lambda device: (0, total), release=lambda: releases.append(True))
     shared = SimpleNamespace(recorder=recorder, bytes=100, buffers=InputBuffers())
     shared.room = lambda inputs, needed, layers: requests.append(needed) is None
-    chain = Chain([None, None], bytes=100, largest=40)
-    assert RecordedChains(shared)._room(chain, SimpleNamespace(saved=saved), [torch.ones(1)])
+    flight = Flight(bytes=100, largest=40)
+    assert RecordedChains(shared)._room(flight, SimpleNamespace(saved=saved), 2, [torch.ones(1)])
     assert (requests, bool(releases), shared.bytes) == ([asked], released, 0 if released else 100)
 
 

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from tunecompile.runtime.cuda_graphs.pool import next_pool
-
 DIFFERED = 1  #: passes that may differ by chance
 
 
@@ -220,10 +218,8 @@ class Chain:
     agreed: int = 0  #: passes that were like the first one
     differed: int = 0  #: passes that were not
     shapes: dict[tuple, Any] = field(default_factory=dict)  #: by `shape_of`
-    bytes: int = 0  #: that its recordings made the process take from the device
+    flights: list[Any] = field(default_factory=list)  #: memory for its passes, one at a time each
     used_at: int = 0  #: the pass that it began last
-    largest: int = 0  #: bytes that the largest of its recordings saves
-    pool: int = field(default_factory=next_pool)  #: whose memory its recordings share
     places: set[int] | None = None  #: see `read`
     ready: int = 0  #: the last call that brings inputs, from which on all calls can be run
 

@@ -13,7 +13,7 @@ from tunecompile.runtime.cuda_graphs.chain import DIFFERED, Call, Chain, Link, s
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
 from tunecompile.runtime.cuda_graphs.recorded_graph import MAX_SHAPES, Replays, recordable, unrecorded
 from tunecompile.runtime.cuda_graphs.recording import device_of
-from tunecompile.runtime.cuda_graphs.stack_pass import Pass, ShapeOfChain
+from tunecompile.runtime.cuda_graphs.stack_pass import Flight, Pass, ShapeOfChain
 from tunecompile.runtime.cuda_graphs.stack_recording import StackRecording
 
 AGREED = 1  #: passes like the first one, from which on a chain is recorded
@@ -21,6 +21,7 @@ UNUSED = 200  #: passes of other chains, after which one is forgotten
 #: of the device's memory that a chain's recordings may take beside blocks that are too small for the largest. Each time
 #: these are given back, all its shapes are recorded anew: 18 of 31 recordings in 60 steps of short rows
 IN_BLOCKS = 0.125
+MAX_FLIGHTS = 4  #: passes that wait for their backward: a question, an answer, and two that are wrong
 MAX_BROKEN = 8  #: passes that were replayed in vain, from which on a chain is left alone
 
 
@@ -37,8 +38,8 @@ class RecordedChains:
     @property
     def layers(self) -> int:
         """How many calls of layers are recorded, each shape counted."""
-        found = ((chain, shape) for chain in self.chains.values() for shape in chain.shapes.values())
-        return sum(len(chain.calls) for chain, shape in found if shape.recording is not None)
+        found = ((chain, flight) for chain in self.chains.values() for flight in chain.flights)
+        return sum(len(chain.calls) * len(flight.recordings) for chain, flight in found)
 
     def forget(self) -> None:
         """Drop all recordings."""
@@ -47,11 +48,14 @@ class RecordedChains:
 
     def drop(self, chain: Chain) -> None:
         """Drop the recordings of a chain. A backward that is still to come holds its own."""
-        for shape in chain.shapes.values():
-            shape.recording = None
-        self.shared.bytes -= chain.bytes
-        chain.bytes = chain.largest = 0
-        self.shared.buffers.forget(chain)
+        for flight in chain.flights:
+            self._empty(flight)
+
+    def _empty(self, flight: Flight) -> None:
+        flight.recordings.clear()
+        self.shared.bytes -= flight.bytes
+        flight.bytes = flight.largest = 0
+        self.shared.buffers.forget(flight)
 
     def settled(self, key: tuple) -> bool:
         """Whether passes that begin with this call differed more often than by chance."""
@@ -94,54 +98,67 @@ class RecordedChains:
                 self.drop(chain)
                 del self.chains[key]
 
-    def replayable(self, chain: Chain, inputs: Sequence[Any]) -> ShapeOfChain | None:
-        """What is known of passes on such inputs, recorded unless it has to wait for more; None: it is not replayed."""
+    def replayable(self, chain: Chain, inputs: Sequence[Any]) -> tuple[ShapeOfChain, Flight] | None:
+        """What is known of passes on such inputs, and where one is recorded, unless it has to wait for more; None: it
+        is not replayed.
+        """
         shape = chain.shapes.get(shape_of(inputs))
-        if shape is None or not all(each.recording is None or each.recording.free() for each in chain.shapes.values()):
+        flight = None if shape is None else self._free(chain, shape)
+        if shape is None or flight is None:
             return None
-        if shape.recording is not None and not shape.recording.fits():
+        recording = flight.recordings.get(shape)
+        if recording is not None and not recording.fits():
             self.drop(chain)
             self.broken[chain.calls[0].key] += 1
-        if shape.recording is None and not self._pays(chain, shape, inputs):
+            recording = None
+        if recording is None and not self._pays(chain, shape, flight, inputs):
             return None
-        return shape if chain.ready or self.record(chain, shape, inputs) is not None else None
+        return (shape, flight) if chain.ready or self.record(chain, shape, flight, inputs) is not None else None
 
-    def _pays(self, chain: Chain, shape: ShapeOfChain, inputs: Sequence[Any]) -> bool:
+    def _free(self, chain: Chain, shape: ShapeOfChain) -> Flight | None:
+        """Memory that no backward needs any more, best where the shape is recorded; None where there is none."""
+        free = [flight for flight in chain.flights if flight.free()]
+        if not free and len(chain.flights) < MAX_FLIGHTS:
+            free = [Flight()]
+            chain.flights += free
+        return max(free, key=lambda flight: shape in flight.recordings, default=None)
+
+    def _pays(self, chain: Chain, shape: ShapeOfChain, flight: Flight, inputs: Sequence[Any]) -> bool:
         """Whether layers are launch-bound, and can be recorded."""
         if shape.refused or shape.clock is None or not shape.clock.decide():
             return False
-        if sum(each.recording is not None for each in chain.shapes.values()) >= MAX_SHAPES:
+        if len(flight.recordings) >= MAX_SHAPES:
             return False
         if any(call.key in self.apart for call in chain.calls):
             return False
         read = [inputs[position] for position in chain.read() if position < len(inputs)]
-        return recordable(read, self.shared.recorder.device) and self._room(chain, shape.clock, inputs)
-
-    def _room(self, chain: Chain, clock: Clock, inputs: Sequence[Any]) -> bool:
-        """Whether all layers of the chain can be recorded, if need be without other shapes."""
         layers = len(chain.calls)
+        return recordable(read, self.shared.recorder.device) and self._room(flight, shape.clock, layers, inputs)
+
+    def _room(self, flight: Flight, clock: Clock, layers: int, inputs: Sequence[Any]) -> bool:
+        """Whether so many layers can be recorded, if need be without other shapes."""
         needed = clock.saved * layers
-        grows = chain.largest < needed  # blocks of smaller shapes cannot be joined
+        grows = flight.largest < needed  # blocks of smaller shapes cannot be joined
         _, total = self.shared.recorder.memory(device_of(inputs))
-        if grows and needed < chain.bytes and chain.bytes + needed > IN_BLOCKS * total:
-            self.drop(chain)
+        if grows and needed < flight.bytes and flight.bytes + needed > IN_BLOCKS * total:
+            self._empty(flight)
             self.shared.recorder.release()
-        chain.largest = max(chain.largest, needed)
-        if self.shared.room(inputs, needed if grows else max(0, needed - chain.bytes), layers):
+        flight.largest = max(flight.largest, needed)
+        if self.shared.room(inputs, needed if grows else max(0, needed - flight.bytes), layers):
             return True
-        if not chain.bytes:
+        if not flight.bytes:
             return False
-        self.drop(chain)
+        self._empty(flight)
         self.shared.recorder.release()
         return self.shared.room(inputs, needed, layers)
 
-    def record(self, chain: Chain, shape: ShapeOfChain, inputs: Sequence[Any]) -> StackRecording | None:
+    def record(self, chain: Chain, shape: ShapeOfChain, flight: Flight, inputs: Sequence[Any]) -> StackRecording | None:
         """The recording of a shape; None where it cannot be made. The reason is kept."""
-        if shape.recording is not None:
-            return shape.recording
+        if shape in flight.recordings:
+            return flight.recordings[shape]
         shared, device = self.shared, device_of(inputs)
         before, _ = shared.recorder.memory(device)
-        made = StackRecording(chain, inputs, lambda position, like: shared.buffers.of(chain, position, like))
+        made = StackRecording(chain, inputs, partial(shared.buffers.of, flight), flight.pool)
         try:
             made.record(chain, inputs, shared.recorder, partial(unrecorded, shared))
         except Exception as error:  # layers are recorded one by one, or run as they did
@@ -150,7 +167,7 @@ class RecordedChains:
             return None
         taken = max(0, shared.recorder.memory(device)[0] - before)
         shared.bytes += taken
-        chain.bytes += taken
+        flight.bytes += taken
         self.recorded += 1
-        shape.recording = made
+        flight.recordings[shape] = made
         return made

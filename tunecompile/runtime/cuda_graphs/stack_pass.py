@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from tunecompile._torch.autograd import plain_tensors
 from tunecompile.runtime.cuda_graphs.chain import Call, Chain, Held, Link, shape_of
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
+from tunecompile.runtime.cuda_graphs.pool import next_pool
 from tunecompile.runtime.cuda_graphs.recording import device_of
 from tunecompile.runtime.cuda_graphs.stack_recording import StackRecording
 
@@ -80,14 +81,29 @@ def _nothing() -> None:
     return None
 
 
-@dataclass
+@dataclass(eq=False)
 class ShapeOfChain:
     """What is known of a chain's passes of one shape."""
 
     clock: Clock | None = None  #: of the last graph that ran
     kind: tuple = ()  #: shape, strides, dtype and whether it requires a gradient, of what calls return
-    recording: StackRecording | None = None
     refused: bool = False
+
+
+@dataclass(eq=False)
+class Flight:
+    """Memory for a chain's passes, one at a time: another one is begun before a backward that is still to come where a
+    loss compares several batches.
+    """
+
+    recordings: dict[ShapeOfChain, StackRecording] = field(default_factory=dict)
+    pool: int = field(default_factory=next_pool)  #: whose memory they share
+    bytes: int = 0  #: that they made the process take from the device
+    largest: int = 0  #: bytes that the largest of them saves
+
+    def free(self) -> bool:
+        """Whether no backward that needs what was saved here is still to come."""
+        return all(recording.free() for recording in self.recordings.values())
 
 
 class Replayed:
@@ -98,11 +114,12 @@ class Replayed:
         chain: of its calls.
         inputs: of the first call.
         shape: of the pass. It is recorded, if the pass need not wait.
+        flight: where the pass has its memory.
     """
 
-    def __init__(self, chain: Chain, inputs: Sequence[Any], shape: ShapeOfChain):
-        self.chain, self.inputs, self.shape = chain, list(inputs), shape
-        recording = shape.recording
+    def __init__(self, chain: Chain, inputs: Sequence[Any], shape: ShapeOfChain, flight: Flight):
+        self.chain, self.inputs, self.shape, self.flight = chain, list(inputs), shape, flight
+        recording = self.recording
         if recording is not None:
             fixed = [tensor for tensor, _ in recording.fixed]
         else:
@@ -157,15 +174,20 @@ class Replayed:
         value = self.inputs[position]
         if value.requires_grad:
             self.edges[position] = get_gradient_edge(value)
-        copy = None if self.shape.recording is None else self.shape.recording.load_at(position, value)
+        copy = None if self.recording is None else self.recording.load_at(position, value)
         self.copied.append((position, value.detach().clone() if copy is None else copy))
 
     def start(self) -> None:
         """Replay all calls."""
-        recording = self.shape.recording
+        recording = self.recording
         assert recording is not None
         self.waits, self.copied = False, recording.copied
         self.output = recording.replay(self.inputs, partial(settle, self.late))
+
+    @property
+    def recording(self) -> StackRecording | None:
+        """Of its shape, in its memory."""
+        return self.flight.recordings.get(self.shape)
 
     @property
     def key(self) -> tuple:

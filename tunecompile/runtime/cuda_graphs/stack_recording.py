@@ -20,19 +20,20 @@ from tunecompile.runtime.cuda_graphs.recording import are_unheld, copy_all, devi
 class StackRecording:
     """A chain's forward and backward for one shape.
 
-    What the forward saves lies in the pool of all shapes, where others may write: it is replayed only while no backward
+    What the forward saves lies in the pool of its flight, where others may write: it is replayed only while no backward
     of the pool is still to come (`free`). The backward frees nothing, so that it may be replayed twice.
 
     Args:
         chain: whose passes are recorded.
         inputs: of its first call, and what later calls bring.
         buffer: returns a buffer for an input, by its position, and for the gradient of the result, at -1.
+        pool: whose memory it shares.
     """
 
-    def __init__(self, chain: Chain, inputs: Sequence[Any], buffer: Callable[[int, Tensor], Tensor]):
+    def __init__(self, chain: Chain, inputs: Sequence[Any], buffer: Callable[[int, Tensor], Tensor], pool: int):
         varying = [i for i in sorted(chain.read()) if isinstance(inputs[i], Tensor) and chain.varies(i)]
         self.brought = shape_of(inputs[len(chain.calls[0].sources) :])  #: shapes of what later calls bring
-        self.buffer = buffer
+        self.buffer, self.pool = buffer, pool
         self.copied = [(i, buffer(i, inputs[i])) for i in varying]
         self.differentiable = [i for i in varying if inputs[i].requires_grad]
         fixed = {id(tensor): tensor for call in chain.calls for tensor in call.fixed()}
@@ -80,9 +81,9 @@ class StackRecording:
             under_way.used = tuple(gradient is not None for gradient in found)
             return [gradient for gradient in found if gradient is not None]
 
-        (output,), self._play = recorder.record(forward, chain.pool, device)
+        (output,), self._play = recorder.record(forward, self.pool, device)
         self.gradient = self.buffer(-1, output)
-        found, self._play_back = recorder.record(backward, chain.pool, device)
+        found, self._play_back = recorder.record(backward, self.pool, device)
         self.output = recorder.give_back(output, self._play)
         gradients = iter([recorder.give_back(gradient, self._play_back) for gradient in found])
         self.gradients = [next(gradients) if is_used else None for is_used in under_way.used]

@@ -247,11 +247,12 @@ class Stacks:
 
     def _replay(self, chain: Chain, inputs: Sequence[Any]) -> Tensor | None:
         """The result of all of the chain; None where it is not replayed."""
-        shape = self.chains.replayable(chain, inputs)
-        if shape is None:
+        found = self.chains.replayable(chain, inputs)
+        if found is None:
             return None
+        shape, flight = found
         self.shared.clock = shape.clock
-        under_way = self.replayed = Replayed(chain, inputs, shape)
+        under_way = self.replayed = Replayed(chain, inputs, shape, flight)
         if under_way.waits:
             under_way.wait()
         else:
@@ -264,7 +265,7 @@ class Stacks:
         brought = inputs[len(chain.calls[0].sources) :]
         if not recordable(brought, self.shared.recorder.device):
             return False
-        recording = self.chains.record(chain, under_way.shape, inputs)
+        recording = self.chains.record(chain, under_way.shape, under_way.flight, inputs)
         if recording is None or recording.brought != shape_of(brought):
             return False
         under_way.start()
