@@ -103,6 +103,14 @@ def test_decisions_for_padding(given):
     assert decide(lengths_mask(6, 6), (0,), watch, None) is AS_IT_COMES
 
 
+@pytest.mark.parametrize("waited, total, longest", [(0, 2064, 1064), (2057, 2064, 1064), (2058, 2176, 2048)])
+def test_fewer_sizes_where_launches_are_waited_for(given, waited, total, longest):
+    """Each size is a recording."""
+    flat = decide(lengths_mask(1000, 1057, length=1057), (0,), Watch(), None, waited=waited).flat
+    assert (len(flat.index), len(flat.longest)) == (total, longest) and flat.real == 2057
+    assert flat.offsets.tolist() == [0, 1000, 2057, total]
+
+
 def test_decisions_for_documents(given):
     """Nothing is dropped, so that labels do not matter; somebody who looks at hidden states does."""
     document = torch.tensor([[0, 0, 0, 1, 1, 1]])

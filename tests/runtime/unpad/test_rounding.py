@@ -85,12 +85,13 @@ def test_sizes_whose_launches_are_waited_for(monkeypatch):
         return sizes.recording_pays((1, tokens), tokens, device)
 
     assert pays(40, gpu) and not pays(40, CPU), "nothing is recorded there"
+    assert sizes.waited == 0
     sizes.replays.last_waits = lambda: True
     sizes.learn(40)
-    assert pays(500, gpu) and pays(500, CPU), "of any larger size, too"
+    assert pays(500, gpu) and pays(500, CPU) and sizes.waited > 500, "of any larger size, too"
     sizes.replays.last_waits = lambda: False
     sizes.learn(45)
-    assert pays(44, gpu) and not pays(45, gpu)
+    assert pays(44, gpu) and not pays(45, gpu) and sizes.waited == 45
     sizes.learn(40)
     assert not pays(40, gpu) and pays(39, gpu)
     sizes.replays = None

@@ -180,7 +180,7 @@ class Batches:
         else:
             refused = call.keeps_padding or self._why_others_read_padding()
             refused = refused or refusals.router_logits(self.owner, call.given)
-            decision = decide(mask, windows_of(layer), self.watch, refused, call.joins, call.prefixes)
+            decision = decide(mask, windows_of(layer), self.watch, refused, call.joins, call.prefixes, call.waited)
             self.presumptions.learn(layer, decision)
         if decision.flat is not None:
             others = [known.decision.flat for known in self.masks.values() if known.call is call]

@@ -82,6 +82,7 @@ def decide(
     refused: Note | None,
     joins: bool = False,
     prefixes: Keys | None = None,
+    waited: float = 0,
 ) -> UnpadDecision:
     """For the mask of a batch.
 
@@ -93,6 +94,7 @@ def decide(
         refused: why no padding may be left out in this call; None where nothing is known.
         joins: whether rows without padding run by the graph of padded ones.
         prefixes: what tokens are known by, where common prefixes are looked for.
+        waited: tokens of a row below which launches are waited for, as far as is known.
     """
     labels, unknown, model = loss_caller.causal_labels()
     if labels is not None and labels.shape != (len(mask), mask.shape[-1]):
@@ -119,7 +121,7 @@ def decide(
     )
 
     def row() -> FlatBatch:
-        flat = FlatBatch.of(found) if shared is None else FlatBatch.of_shared(shared, found.real.shape, found.window)
+        flat = FlatBatch.of_shared(shared, found.real.shape, found.window) if shared else FlatBatch.of(found, waited)
         flat.fills = MASK if mask.dim() == 1 else ""
         return flat
 

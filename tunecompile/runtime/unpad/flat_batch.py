@@ -18,7 +18,7 @@ from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.documents import Documents
 from tunecompile.runtime.unpad.masks.given import hidden_in
 from tunecompile.runtime.unpad.prefixes.shared import SharedPrefixes
-from tunecompile.runtime.unpad.sizes import launched_for, multiple_on, power_of_two, rounded_to
+from tunecompile.runtime.unpad.sizes import filled_up, launched_for, multiple_on, power_of_two, rounded_to
 
 #: OFFSETS, int32 [S + 2]: where documents begin; the last one is the rounding up of N
 LONGEST = "longest_document"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
@@ -102,17 +102,18 @@ class FlatBatch:
     rows: Rows = field(default_factory=Rows)
 
     @staticmethod
-    def of(found: Documents) -> FlatBatch:
-        """From what a mask says."""
+    def of(found: Documents, waited: float = 0) -> FlatBatch:
+        """From what a mask says. waited: tokens of a row below which launches are waited for, as far as is known."""
         if found.full:
             return FlatBatch.of_whole_rows(*found.real.shape, found.window, found.real.device)
         device, (rows, length), multiple = found.real.device, found.real.shape, multiple_on(found.real.device)
-        total = rounded_to(found.count, multiple)
+        waits = found.count < waited
+        total = filled_up(found.count, multiple, waits)
         order = where_set(found.real.flatten(), found.count)
         begin = where_set(found.starts.flatten()[order], found.documents)
         ends = [torch.full((1,), end, device=device) for end in (found.count, total)]  # a list of numbers would wait
         longest = torch.empty(
-            launched_for(max(found.longest, total - found.count, 2), total, multiple), 0, device=device
+            launched_for(max(found.longest, total - found.count, 2), total, multiple, waits), 0, device=device
         )
         return FlatBatch(
             F.pad(order, (0, total - found.count)),

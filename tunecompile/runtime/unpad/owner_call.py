@@ -32,6 +32,7 @@ class OwnerCall:
     packs: bool = False  #: whether documents were told apart without a mask
     trains: bool = field(default_factory=torch.is_grad_enabled)  #: whether it has gradients
     rounds: bool = False  #: whether its size may be rounded up
+    waited: float = 0  #: see `SizesSeen.waited`, which its layers may change
     sized: bool = False  #: whether that was decided
     rounded: FlatBatch | None = None  #: rows without padding, as documents
     #: whether rows without padding came as documents: their attention is written out, or their lengths change

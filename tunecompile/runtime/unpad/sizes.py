@@ -7,6 +7,7 @@ import torch
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 
 PARTS = 8  #: of the numbers between a power of two and the next: at most one part, or a multiple, is filled up
+FINE_PARTS = 16  #: the same of rows that came with padding, whose numbers recur
 RECORDED = 2048  #: tokens of a row up to which launches are waited for, and so recorded
 
 
@@ -15,11 +16,13 @@ def multiple_on(device: torch.device) -> int:
     return 128 if device.type == "cuda" else 8
 
 
-def launched_for(longest: int, total: int, multiple: int) -> int:
+def launched_for(longest: int, total: int, multiple: int, waits: bool = False) -> int:
     """The longest document of a row, as kernels are launched for. Of short rows each further one costs a recording, and
     a power of two little: 240 batches of two rows of about 240 tokens have 15 sizes in place of 25.
+
+    waits: whether launches are known to be waited for, however short the row is.
     """
-    if total > RECORDED:
+    if total > RECORDED and not waits:
         return rounded_to(longest, multiple)
     return min(power_of_two(max(longest, multiple)), total)
 
@@ -33,6 +36,14 @@ def rounded_up(count: int, device: torch.device) -> int:
     """The size that a batch of so many tokens is filled up to."""
     part = max(multiple_on(device), (1 << count.bit_length() - 1) // PARTS)
     return rounded_to(count, part)
+
+
+def filled_up(count: int, multiple: int, waits: bool) -> int:
+    """The size that a row of so many tokens is filled up to: a multiple. Where launches are waited for it is a coarser
+    one: fewer sizes are recorded, and the device has time.
+    """
+    part = (1 << count.bit_length() - 1) // FINE_PARTS if waits else 0
+    return rounded_to(count, max(multiple, part))
 
 
 def rounded_to(count: int, multiple: int) -> int:
@@ -49,6 +60,11 @@ class SizesSeen:
         self.computes: float = float("inf")  #: the smallest whose are not
         self.first: tuple[int, ...] | None = None  #: of the first batch that came as it is
         self.apart = False  #: whether others did, which have a graph of their own
+
+    @property
+    def waited(self) -> float:
+        """Tokens of a row below which launches are waited for, as far as is known."""
+        return self.computes if self.waits else 0
 
     def came(self, size: tuple[int, ...], trains: bool) -> None:
         """A batch comes as it is."""

@@ -92,6 +92,7 @@ class Unpadding(Batches):
         self.watch.begin()
         now = refused_now(self.owner) or refusals.arguments(call.given) or refusals.weights(self.members())
         call.refused, call.rounds = self.refused or now, now is None and self.rounding.may_round(self.refused)
+        call.waited = self.rounding.sizes.waited
         if self.gathered is None:
             self.gathered = refusals.gathers(self.owner)
         if self.gathered and call.keeps_padding is None:
