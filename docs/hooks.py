@@ -125,7 +125,7 @@ def modules(package: str) -> list[str]:
     path = importlib.import_module(package).__path__
     return [
         package,
-        *(f"{package}.{found.name}" for found in pkgutil.iter_modules(path) if not found.name.startswith("_")),
+        *(found.name for found in pkgutil.walk_packages(path, f"{package}.") if "._" not in found.name),
     ]
 
 

@@ -1,7 +1,6 @@
 """A recomputed value makes way for its gradient, so that both never exist at once."""
 
 import copy
-import importlib
 import operator
 
 import pytest
@@ -23,9 +22,7 @@ from tunecompile.planner.solver import RECOMPUTE
 
 TOKENS, HIDDEN, INNER, RANK = 4096, 2048, 8192, 16
 aten = torch.ops.aten
-dies = importlib.import_module(
-    "tunecompile.passes.lower.choose_provider"
-)._dies  # the package has the pass by that name
+dies = lower.choose_provider._dies
 
 
 def backward_graph(again: bool) -> GraphModule:
@@ -66,7 +63,7 @@ def backward_graph(again: bool) -> GraphModule:
         graph.output(tuple(member(found, i) for i in range(7)))
         module = GraphModule(torch.nn.Module(), graph)
         context = Context("layer")
-        for each in (lower.choose_provider, lower.cleanup):
+        for each in (lower.choose_provider.PASS, lower.cleanup.PASS):
             each.run(module.graph, context)
     assert not context.notes, context.notes
     return module
@@ -116,7 +113,7 @@ def test_a_shape_given_and_taken_back():
         return z.view(2, 2, 4).view(4, 4).relu(), z.view(2, 8).view(8, 2).exp()
 
     graph, _ = named(fn, torch.randn(4, 4), torch.randn(4, 4))
-    lower.cleanup.run(graph, Context("layer"))
+    lower.cleanup.PASS.run(graph, Context("layer"))
     (relu,), (exp,) = (
         [node for node in graph.nodes if node.target is target] for target in (aten.relu.default, aten.exp.default)
     )
@@ -134,7 +131,7 @@ def test_what_is_made_of_a_buffer_that_the_layer_writes_is_saved():
         return out, grad
 
     graph, _ = named(joint, torch.ones(4), torch.randn(3, 4), torch.randn(3, 4))
-    plan.remat.run(graph, Context("layer", RECOMPUTE))
+    plan.remat.PASS.run(graph, Context("layer", RECOMPUTE))
     tags = {node.target: node.meta.get("recompute") for node in graph.nodes if node.op == "call_function"}
     assert (
         tags[aten.mul.Tensor] is CheckpointPolicy.MUST_SAVE

@@ -1,7 +1,5 @@
 """Attention's backward on a few heads at a time gives the gradients of all at once."""
 
-import importlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,13 +8,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tunecompile._torch.cuda import attention_order
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.ir.pretend_gpu import as_on_gpu
-from tunecompile.passes import lower
+from tunecompile.passes.lower import attention_by_heads as by_heads
 from tunecompile.planner.cost_model import graph_work
 from tunecompile.planner.liveness import extent
 
-by_heads = importlib.import_module(
-    "tunecompile.passes.lower.attention_by_heads"
-)  # the package has the pass by that name
 SIZES = pytest.mark.parametrize(
     "batch, heads, kv_heads, length, dim", [(1, 8, 8, 17, 16), (2, 6, 6, 1, 8), (3, 4, 4, 33, 32)]
 )
@@ -49,7 +44,7 @@ def calls(graph):
 
 
 def split(gm):
-    lower.attention_by_heads.run(gm.graph, Context("layer"))
+    by_heads.PASS.run(gm.graph, Context("layer"))
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()
@@ -146,7 +141,7 @@ def test_copies_of_heads_multiply_nothing(scarce):
     pytest.importorskip("triton")
     graphs = [make_fx(of_one_product, tracing_mode="fake")(*OF_ONE_PRODUCT).graph for _ in range(2)]
     with as_on_gpu():
-        lower.attention_by_heads.run(graphs[0], Context("layer"))
+        by_heads.PASS.run(graphs[0], Context("layer"))
     launches = [node for node in graphs[0].nodes if isinstance(node.target, torch._ops.HigherOrderOperator)]
     assert launches and len(calls(graphs[0])) > 1
     assert graph_work(graphs[0]).attention == graph_work(graphs[1]).attention

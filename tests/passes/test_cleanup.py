@@ -46,7 +46,7 @@ DENSE, TURNED = torch.randn(2, 5, 8), torch.randn(2, 8, 5).transpose(1, 2)
 def cleaned(run, x):
     """The graph of a function, behind the pass."""
     gm = make_fx(run, tracing_mode="fake")(x)
-    lower.cleanup.run(gm.graph, Context("layer"))
+    lower.cleanup.PASS.run(gm.graph, Context("layer"))
     gm.recompile()
     return gm
 

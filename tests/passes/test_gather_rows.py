@@ -1,6 +1,5 @@
 """Products that read tokens where they stand. Kernels need a GPU: here the meaning of each op stands in for them."""
 
-import importlib
 from collections import Counter
 from dataclasses import replace
 
@@ -13,10 +12,10 @@ from tunecompile.compiler.backend import Backend
 from tunecompile.compiler.pass_manager import Pass
 from tunecompile.ir.op import Provider
 from tunecompile.ops import adapted_stack, collect_rows, gathered_lora_linear, gathered_lora_linear_backward, sum_rows
-from tunecompile.passes import PIPELINE, lower
+from tunecompile.passes import PIPELINE
+from tunecompile.passes.lower import gather_rows
 
 EXPERTS, CHOICES, TOKENS, WIDTH, INNER = 4, 2, 12, 16, 8
-gather_rows = importlib.import_module("tunecompile.passes.lower.gather_rows")  # the package has the pass by that name
 READ_IN_PLACE = (gathered_lora_linear, gathered_lora_linear_backward, sum_rows)
 
 
@@ -57,7 +56,7 @@ def counting(seen):
     def run(graph, context):
         seen.update(op.name for node in graph.nodes for op in READ_IN_PLACE if node.target is op.overload)
 
-    after = PIPELINE.index(lower.gather_rows) + 1
+    after = PIPELINE.index(gather_rows.PASS) + 1
     return [*PIPELINE[:after], Pass("counting", "lower", run), *PIPELINE[after:]]
 
 

@@ -26,7 +26,7 @@ def inputs(rows=64):
 
 def lowered(function, given, mode="fake"):
     gm = make_fx(function, tracing_mode=mode)(*given)
-    lower.grouped_operands.run(gm.graph, Context("layer"))
+    lower.grouped_operands.PASS.run(gm.graph, Context("layer"))
     gm.graph.lint()
     gm.recompile()
     return gm

@@ -46,7 +46,7 @@ class Built:
     def run(self, *returned):
         """The nodes that the pass has put in."""
         self.graph.output(returned)
-        lower.kernel_operands.run(self.graph, Context("layer"))
+        lower.kernel_operands.PASS.run(self.graph, Context("layer"))
         self.graph.lint()
         return self.graph.find_nodes(op="call_function", target=aten.as_strided.default)
 
@@ -60,7 +60,7 @@ def test_an_operand_of_two_launches_is_stored_once():
     assert stored.args == (y, [4, 6], [6, 1]) and set(y.users) == {stored}
     assert stored.meta["val"] is y.meta["val"]
     assert [launch.kwargs["kwargs"] for launch in launches] == [{"a": stored}, {"b": stored}]
-    lower.kernel_operands.run(made.graph, Context("layer"))
+    lower.kernel_operands.PASS.run(made.graph, Context("layer"))
     assert made.graph.find_nodes(op="call_function", target=aten.as_strided.default) == [stored]
 
 

@@ -1,7 +1,6 @@
 """What is read of buffers that a forward mutates, and which results are small beside their call's."""
 
 import copy
-import importlib
 from operator import getitem
 
 import pytest
@@ -12,9 +11,9 @@ from torch.fx import Graph
 from tunecompile import optimize, report
 from tunecompile._torch.autograd import CheckpointPolicy
 from tunecompile.compiler.pass_manager import Context
+from tunecompile.passes.plan import remat
 from tunecompile.planner.solver import KEEP, RECOMPUTE
 
-remat = importlib.import_module("tunecompile.passes.plan.remat")  # the package has the pass by that name
 aten = torch.ops.aten
 
 

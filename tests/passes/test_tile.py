@@ -1,6 +1,5 @@
 """Where the plan says so, an MLP and its backward make way for those in pieces, and only where nobody reads what only the whole one has."""
 
-import importlib
 import operator
 
 import pytest
@@ -14,9 +13,9 @@ from tunecompile.compiler.backend import Backend
 from tunecompile.ir.op import Provider
 from tunecompile.ops import lora_mlp
 from tunecompile.passes import PIPELINE
+from tunecompile.passes.plan import tile
 from tunecompile.planner.solver import KEEP, Plan
 
-tile = importlib.import_module("tunecompile.passes.plan.tile")  # the package has the pass by that name
 PLANS = [Plan(tiles=2), Plan(None, 2), Plan(frozenset({0}), 4)]
 
 

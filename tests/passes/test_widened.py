@@ -43,11 +43,11 @@ def test_gradients_that_autocast_widened(fn, leading):
             compiled = fn if passes is None else torch.compile(fn, backend=Backend("test", passes, "eager"))
             return results(compiled, args)
 
-    place = PIPELINE.index(plan.tile)
+    place = PIPELINE.index(plan.tile.PASS)
     narrowed, wide = (
         run(
             [
-                *(p for p in PIPELINE[:place] if p is not plan.widened or keep),
+                *(p for p in PIPELINE[:place] if p is not plan.widened.PASS or keep),
                 Pass("look", "plan", look),
                 *PIPELINE[place:],
             ]
@@ -73,6 +73,6 @@ def test_other_casts_stay():
     for node in casts:
         node.meta["val"] = torch.empty(2, 8, dtype=BF16)
     graph.output(tuple(graph.call_function(operator.getitem, (call, 0)) for call in calls))
-    plan.widened.run(graph, Context("test"))
+    plan.widened.PASS.run(graph, Context("test"))
     assert [call.args[0] for call in calls] == casts
     assert modulated_norm.backward_op.widens == ("grad",)

@@ -53,7 +53,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from tests.support.memory.generated import most_bytes
 from tests.support.stand_in_gpu import code_of
-from tunecompile.ops.recurrent import short_convolution
+from tunecompile.ops import short_convolution
 
 def make(*shape):
     return torch.empty(*shape, dtype=torch.bfloat16)

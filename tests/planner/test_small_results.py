@@ -18,7 +18,7 @@ def pinned(rank: int, followed: Plan) -> list[int]:
 
     given = torch.randn(16, 64), torch.randn(64, 64), torch.randn(rank, 64), torch.randn(64, rank)
     graph = make_fx(run, tracing_mode="fake")(*given).graph
-    plan.remat.run(graph, Context("layer", followed))
+    plan.remat.PASS.run(graph, Context("layer", followed))
     return [node.args[1] for node in graph.nodes if node.meta.get("pinned")]
 
 

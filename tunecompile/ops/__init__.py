@@ -4,24 +4,14 @@ Each function defines what its op computes. The backward is a separate op in the
 [T, K] has T tokens; "any floating dtype" is bf16, fp16, fp32 or fp64; a gradient has the shape and dtype of its tensor.
 `tunecompile.op` documents how an op is made."""
 
-from tunecompile.ops.attention import (
-    branch_attention,
-    causal_attention,
-    document_mask,
-    one_query_attention,
-    varlen_attention,
-)
+from tunecompile.ops.attention.branches import branch_attention
+from tunecompile.ops.attention.causal import causal_attention, one_query_attention
+from tunecompile.ops.attention.documents import document_mask, varlen_attention
 from tunecompile.ops.dora import adapted_norm
-from tunecompile.ops.experts import (
-    adapted_stack,
-    collect_rows,
-    gathered_lora_linear,
-    gathered_lora_linear_backward,
-    grouped_lora_linear,
-    inverse_order,
-    spread_rows,
-    sum_rows,
-)
+from tunecompile.ops.experts.adapted_stack import adapted_stack
+from tunecompile.ops.experts.gathered import gathered_lora_linear, gathered_lora_linear_backward, sum_rows
+from tunecompile.ops.experts.grouped_linear import grouped_lora_linear
+from tunecompile.ops.experts.rows import collect_rows, inverse_order, spread_rows
 from tunecompile.ops.linear_cross_entropy import linear_cross_entropy
 from tunecompile.ops.linear_cross_entropy_rows import linear_cross_entropy_rows
 from tunecompile.ops.lora import lora_linear
@@ -29,17 +19,17 @@ from tunecompile.ops.lora_mlp import lora_mlp
 from tunecompile.ops.lora_mlp_tiled import lora_mlp_tiled
 from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.nf4 import dequantize_4bit
-from tunecompile.ops.norms import add_layer_norm, add_modulated_norm, add_rms_norm, layer_norm, modulated_norm, rms_norm
-from tunecompile.ops.packed import dequantize_fp8_blocks, dequantize_mxfp4
+from tunecompile.ops.norms.layer_norm import add_layer_norm, layer_norm
+from tunecompile.ops.norms.modulated_norm import add_modulated_norm, modulated_norm
+from tunecompile.ops.norms.rms_norm import add_rms_norm, rms_norm
 from tunecompile.ops.packed.few_rows import linear_4bit
-from tunecompile.ops.recurrent import (
-    branch_rows,
-    channel_delta_rule,
-    first_copies,
-    gated_delta_rule,
-    selective_scan,
-    short_convolution,
-    ssd_scan,
-)
+from tunecompile.ops.packed.fp8_blocks import dequantize_fp8_blocks
+from tunecompile.ops.packed.mxfp4 import dequantize_mxfp4
+from tunecompile.ops.recurrent.branches import branch_rows, first_copies
+from tunecompile.ops.recurrent.channel_delta_rule import channel_delta_rule
+from tunecompile.ops.recurrent.gated_delta_rule import gated_delta_rule
+from tunecompile.ops.recurrent.selective_scan import selective_scan
+from tunecompile.ops.recurrent.short_convolution import short_convolution
+from tunecompile.ops.recurrent.ssd_scan import ssd_scan
 from tunecompile.ops.rope import rope
 from tunecompile.ops.swiglu import clamped_gate, gated_activation, weighted_gate

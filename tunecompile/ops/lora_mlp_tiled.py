@@ -24,7 +24,7 @@ from tunecompile.ops.lora_mlp import (
     lora_mlp_backward,
     of_projections,
 )
-from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.norms.rms_norm import compute_dtype
 
 __all__ = ["lora_mlp_tiled", "lora_mlp_tiled_backward", "pieces"]
 

@@ -10,7 +10,7 @@ from tunecompile._torch.autograd import CLAMP_CUTS_AT_LIMIT
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.shape_rule_cache import are_contiguous, contiguous_like
 from tunecompile.notes import Note, note
-from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.norms.rms_norm import compute_dtype
 
 __all__ = [
     "clamped_gate",

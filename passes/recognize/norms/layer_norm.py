@@ -11,7 +11,7 @@ from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.match import Match, cast
 from tunecompile.ir.rewrite import rewrite
 from tunecompile.ops import add_layer_norm, layer_norm
-from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.norms.rms_norm import compute_dtype
 from tunecompile.passes.recognize.norms.residual import alike, in_one_dtype, joined
 
 __all__ = ["ADD", "PASS"]

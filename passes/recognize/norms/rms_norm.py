@@ -10,7 +10,7 @@ from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.match import Match, cast
 from tunecompile.ir.rewrite import rewrite
 from tunecompile.ops import rms_norm as op
-from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.norms.rms_norm import compute_dtype
 
 __all__ = ["PASS"]
 

@@ -1,20 +1,16 @@
 """Long rows on a real GPU: what is predicted of a layer whose attention takes its heads in turn is what it needs."""
 
-import importlib
-
 import pytest
 import torch
 
 import tunecompile
 from tests.support import zoo
 from tests.support.notes import EAGER, FAILED, find
+from tunecompile.passes.lower import attention_by_heads as by_heads
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
-by_heads = importlib.import_module(
-    "tunecompile.passes.lower.attention_by_heads"
-)  # the package has the pass by that name
 LENGTH = 32768
 
 

@@ -29,7 +29,7 @@ from tunecompile.integrations.packed_experts.stacks import (
     unpacked,
 )
 from tunecompile.notes import Note, note
-from tunecompile.ops.experts import adapted_stack
+from tunecompile.ops import adapted_stack
 
 _IMPLEMENTATION = "_experts_implementation"  #: of transformers' configs: how experts are multiplied
 WRAPPERS = "peft.tuners.lora.layer"  #: where PEFT has them, and the parametrisations that they make

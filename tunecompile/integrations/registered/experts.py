@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from tunecompile.ir.eager_call import by_provider
-from tunecompile.ops.experts import collect_rows, grouped_lora_linear, inverse_order, spread_rows
+from tunecompile.ops import collect_rows, grouped_lora_linear, inverse_order, spread_rows
 
 
 def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
-from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.norms.rms_norm import compute_dtype
 
 
 def _taken(x: Tensor, index: Tensor) -> Tensor:

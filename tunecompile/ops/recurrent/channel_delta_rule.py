@@ -9,7 +9,7 @@ from torch import Tensor
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, op
 from tunecompile.notes import Note, note
-from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.norms.rms_norm import compute_dtype
 from tunecompile.ops.recurrent.channel_chunks import BLOCK, ChannelChunks
 from tunecompile.ops.recurrent.delta_chunks import (
     CHUNK,

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.norms.rms_norm import compute_dtype
 from tunecompile.ops.recurrent.documents import document_of
 
 CHUNK = 64  #: tokens; states are as many as chunks, and products inside a chunk grow by its size

@@ -11,7 +11,7 @@ from tunecompile._torch.card import AMPERE, compiled_for, older_than
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
 from tunecompile.notes import Note, note
-from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.norms.rms_norm import compute_dtype
 from tunecompile.ops.recurrent.delta_chunks import (
     Chunks,
     backward_flops,

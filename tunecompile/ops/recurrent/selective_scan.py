@@ -11,7 +11,7 @@ from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, has_triton, op
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.notes import Note, note
-from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.norms.rms_norm import compute_dtype
 from tunecompile.ops.recurrent.gated_delta_rule import documents_in
 from tunecompile.ops.recurrent.scan_chunks import CHUNK, ScanChunks, in_chunks, kept_at
 

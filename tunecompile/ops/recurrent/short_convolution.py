@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
 from tunecompile.ir.shape_rule_cache import contiguous_like
-from tunecompile.ops.norms import compute_dtype
+from tunecompile.ops.norms.rms_norm import compute_dtype
 from tunecompile.ops.recurrent.documents import document_of
 
 
