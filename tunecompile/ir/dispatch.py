@@ -1,9 +1,10 @@
-"""How torch calls an op: its kernel, and its derivative, which is another op."""
+"""How an op's functions are called: its kernel, those of some of its arguments, and its derivative, another op."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,55 @@ def without_autocast(fn: Callable) -> Callable:
             return fn(*args, **kwargs)
 
     return kernel
+
+
+def takes_by_name(fn: Callable) -> bool:
+    """Return whether a function takes some of an op's arguments as keywords, and the rest as `**name`."""
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in inspect.signature(fn).parameters.values())
+
+
+def by_position(fn: Callable, names: Sequence[str], types: Mapping[str, Any]) -> Callable:
+    """Return a function that takes keywords and `**name`, to be called by position; others as they are.
+
+    Args:
+        fn: of an op's arguments.
+        names: of these, in order.
+        types: of those that have one, and of the result.
+    """
+    if not takes_by_name(fn):
+        return fn
+
+    @functools.wraps(fn)
+    def bound(*args: Any, **filled_in: Any) -> Any:
+        return fn(**dict(zip(names, args)), **filled_in)
+
+    kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    parameters = [inspect.Parameter(name, kind, annotation=types.get(name, none)) for name in names]
+    bound.__signature__ = inspect.Signature(parameters, return_annotation=types.get("return", none))
+    return bound
+
+
+def declared_of(fn: Callable, names: Sequence[str]) -> Callable:
+    """Return a function of some of an op's arguments, to be called with all of them by position.
+
+    A function that declares some of the op's parameters receives these; one with `*args` or other names receives all
+    arguments by position.
+
+    Args:
+        fn: a `supports` or `refuses` function.
+        names: of the op's parameters.
+    """
+    declared = inspect.signature(fn).parameters
+    positional = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in declared.values())
+    if positional or not declared.keys() <= set(names):
+        return fn
+    places = {name: names.index(name) for name in declared}
+
+    @functools.wraps(fn)
+    def bound(*args: Any) -> Any:
+        return fn(**{name: args[place] for name, place in places.items()})
+
+    return bound
 
 
 @dataclass(frozen=True)

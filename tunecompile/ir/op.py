@@ -61,7 +61,15 @@ import torch
 
 from tunecompile._torch.card import has_bfloat16, warp_size
 from tunecompile.errors import InvalidOp
-from tunecompile.ir.dispatch import Formula, refuse_second_derivative, register_formula, without_autocast
+from tunecompile.ir.dispatch import (
+    Formula,
+    by_position,
+    declared_of,
+    refuse_second_derivative,
+    register_formula,
+    takes_by_name,
+    without_autocast,
+)
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import first_of, remembered
 from tunecompile.notes import Note, note
@@ -180,7 +188,7 @@ class Op:
             test = refuses or supports
             if test is None:
                 raise InvalidOp(name=self.name, reason=f"provider {name!r} has neither `supports` nor `refuses`")
-            bound = _by_name(test, self.parameters)
+            bound = declared_of(test, self.parameters)
             reason = bound if refuses else lambda *args: None if bound(*args) else note("arguments-not-supported")
             self.providers.append(Provider(name, self._positional(run, name), reason, precision, because))
             return run
@@ -190,21 +198,14 @@ class Op:
     def _positional(self, run: Callable, provider: str) -> Callable:
         """A provider's function, to be called with the op's arguments by position."""
         declared = inspect.signature(run).parameters.values()
-        by_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in declared)
+        by_name = takes_by_name(run)
         skipped = inspect.Parameter.VAR_KEYWORD if by_name else inspect.Parameter.KEYWORD_ONLY
         wanted = tuple(parameter.name for parameter in declared if parameter.kind is not skipped)
         if set(wanted) - set(FILLED_IN) - set(self.parameters) if by_name else wanted != self.parameters:
             raise InvalidOp(
                 name=self.name, reason=f"provider {provider!r} takes {wanted}, the reference takes {self.parameters}"
             )
-        if not by_name:
-            return run
-
-        @functools.wraps(run)
-        def bound(*args: Any, **filled_in: Any) -> Any:
-            return run(**dict(zip(self.parameters, args)), **filled_in)
-
-        return bound
+        return by_position(run, self.parameters, {})
 
     def choose(self, args: Sequence[Any], precision: str | None = None) -> Provider:
         """Return the provider that runs a call: the first that supports the arguments, else the reference.
@@ -251,7 +252,8 @@ class Op:
 
         Args:
             saves: names of the function's parameters after the gradients: inputs of the op, or `out0`, `out1`, ... for
-                its outputs. None: as the function has them.
+                its outputs. None: as the function has them; where it takes keywords and `**name`, all of the op's
+                inputs, and the outputs among its keywords.
             gives: names of inputs that get a gradient. An input of type `Sequence[Tensor]` gets one for each member;
                 inputs in a tuple share one gradient.
             outputs: how many of the op's outputs, counted from the first, are differentiable: as many gradients come
@@ -272,16 +274,19 @@ class Op:
         """
 
         def register(fn: Callable) -> Op:
+            types = inspect.get_annotations(self.reference, eval_str=True)
             names = tuple(inspect.signature(fn).parameters)
+            if takes_by_name(fn):
+                names = (*names[:outputs], *self.parameters, *(n for n in names[outputs:] if n.startswith("out")))
             saved = names[outputs:]
             if saves is not None and tuple(saves) != saved:
                 raise InvalidOp(
                     name=self.name,
                     reason=f"its backward takes {saved} behind {outputs} incoming gradients, but saves={tuple(saves)}",
                 )
-            types = inspect.get_annotations(self.reference, eval_str=True)
             known = {name: types.get(name, torch.Tensor) for name in names} | {"return": list[torch.Tensor]}
             fn.__annotations__ = known | fn.__annotations__
+            fn = by_position(fn, names, fn.__annotations__)
             made = op(cost=cost or self.cost, flops=flops, opaque=opaque, shapes=shapes)(fn)
             made.widens = made.parameters[:outputs] if widens else ()
             self.backward_op = made
@@ -298,7 +303,11 @@ OPS: dict[Any, Op] = {}  #: every registered op, by its torch overload; the only
 
 
 def op(
-    cost: Cost, flops: Callable[..., int] | None = None, opaque: bool = False, shapes: Callable | None = None
+    cost: Cost,
+    flops: Callable[..., int] | None = None,
+    opaque: bool = False,
+    shapes: Callable | None = None,
+    takes: Op | None = None,
 ) -> Callable[[Callable], Op]:
     """Register a function as a semantic op. It keeps the promises listed in `tunecompile.ir.op`.
 
@@ -313,6 +322,8 @@ def op(
             chunks). Where no provider supports a call, the op stays in the graph.
         shapes: takes the op's arguments; returns empty tensors like its results. Where it returns None, and without
             it, the function itself is run on fake tensors, which takes long if it has many steps or sizes are symbols.
+        takes: an op whose parameters this one has, too. The function then takes those that it reads, and its own, as
+            keyword-only parameters, and the rest as `**name`; its own come last.
 
     Returns:
         A decorator that makes the function an `Op`.
@@ -324,6 +335,12 @@ def op(
 
     def register(fn: Callable) -> Op:
         name = fn.__name__
+        if takes is not None:
+            own = inspect.get_annotations(fn, eval_str=True)
+            types = inspect.get_annotations(takes.reference, eval_str=True) | own
+            names = (*takes.parameters, *(n for n in own if n not in (*takes.parameters, "return")))
+            fn.__annotations__ = types
+            fn = by_position(fn, names, types)
         schema = torch.library.infer_schema(fn, mutates_args=())
         if hasattr(getattr(torch.ops, NAMESPACE), name):
             owner = next((known.reference.__module__ for known in OPS.values() if known.name == name), "torch")
@@ -402,22 +419,3 @@ def refuse_spills(tensor: torch.Tensor) -> Note | None:
     """
     narrow = torch.version.hip and tensor.is_cuda and warp_size(tensor.device) < 64
     return note("registers-spill") if narrow else None
-
-
-def _by_name(fn: Callable, names: tuple[str, ...]) -> Callable:
-    """A `supports` or `refuses` function, to be called with all of an op's arguments by position.
-
-    A function that declares some of the op's parameters receives these; one with `*args` or other names receives all
-    arguments by position.
-    """
-    declared = inspect.signature(fn).parameters
-    positional = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in declared.values())
-    if positional or not declared.keys() <= set(names):
-        return fn
-    places = {name: names.index(name) for name in declared}
-
-    @functools.wraps(fn)
-    def bound(*args: Any) -> Any:
-        return fn(**{name: args[place] for name, place in places.items()})
-
-    return bound

@@ -1,7 +1,5 @@
 """The head of a language model and the loss of each row, for objectives that weight tokens, as one op."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,7 @@ from tunecompile.ops.linear_cross_entropy import (
     RAISED,
     add_gradients,
     chunks_of,
+    linear_cross_entropy,
     logits_of,
     losses_and_gradient,
     raised,
@@ -20,21 +19,8 @@ from tunecompile.ops.linear_cross_entropy import (
 __all__ = ["linear_cross_entropy_rows", "linear_cross_entropy_rows_backward", "row_gradients", "score_rows"]
 
 
-@op(cost=Cost.MATMUL, opaque=True)
-def linear_cross_entropy_rows(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    inner: Optional[Tensor],
-    outer: Optional[Tensor],
-    labels: Tensor,
-    scale: float,
-    softcap: float,
-    ignore_index: int,
-    label_smoothing: float,
-    train_hidden: bool,
-    train_weight: bool,
-) -> tuple[Tensor, Tensor]:
+@op(cost=Cost.MATMUL, opaque=True, takes=linear_cross_entropy)
+def linear_cross_entropy_rows(*, inner, train_hidden, train_weight, **given) -> tuple[Tensor, Tensor]:
     """Return the loss of each row, for objectives that weight tokens; `linear_cross_entropy` is their sum.
 
     Under a frozen head the gradient of a row's hidden state is a vector, known in the forward pass, times the incoming
@@ -49,9 +35,7 @@ def linear_cross_entropy_rows(
         (losses, dhidden). The losses are [T] in fp32, or fp64 for fp64; dhidden, of rows whose losses count once
         each, is as hidden (fp32 for fp16, where no loss scaler has scaled it yet) if it alone is trained, else [0].
     """
-    ahead = train_hidden and not train_weight and inner is None
-    head = (hidden, weight, bias, inner, outer)
-    return score_rows(*head, labels, scale, softcap, ignore_index, label_smoothing, ahead)[:2]
+    return score_rows(inner=inner, **given, ahead=train_hidden and not train_weight and inner is None)[:2]
 
 
 def score_rows(
@@ -88,20 +72,7 @@ def score_rows(
 
 @linear_cross_entropy_rows.backward(gives=("hidden", "weight", "bias", "inner", "outer"), opaque=True)
 def linear_cross_entropy_rows_backward(
-    grad,
-    hidden,
-    weight,
-    bias,
-    inner,
-    outer,
-    labels,
-    scale,
-    softcap,
-    ignore_index,
-    label_smoothing,
-    train_hidden,
-    train_weight,
-    out1,
+    *, grad, hidden, weight, inner, labels, ignore_index, train_hidden, train_weight, out1, **rest
 ) -> list[Tensor]:
     """Return the gradients of `linear_cross_entropy_rows`.
 
@@ -112,30 +83,16 @@ def linear_cross_entropy_rows_backward(
     Returns:
         [dhidden, dweight, dbias, dinner, douter], in the inputs' shapes and dtypes; [0] for what is not trained or
         absent."""
-    head = (hidden, weight, bias, inner, outer)
     if train_weight or inner is not None:
-        options = (scale, softcap, ignore_index, label_smoothing)
-        return row_gradients(grad, None, *head, labels, *options, train_hidden, train_weight)
+        trained = dict(train_hidden=train_hidden, train_weight=train_weight)
+        return row_gradients(grad, None, hidden, weight, inner, labels, ignore_index, **trained, **rest)
     counted = torch.where(labels != ignore_index, grad, 0)[:, None]
     first = out1 * counted if train_hidden else torch.zeros_like(out1)
-    return [first.to(hidden.dtype), *(torch.zeros((0,), dtype=weight.dtype, device=weight.device) for _ in head[1:])]
+    return [first.to(hidden.dtype), *(torch.zeros((0,), dtype=weight.dtype, device=weight.device) for _ in range(4))]
 
 
 def row_gradients(
-    grad,
-    rises,
-    hidden,
-    weight,
-    bias,
-    inner,
-    outer,
-    labels,
-    scale,
-    softcap,
-    ignore_index,
-    label_smoothing,
-    train_hidden,
-    train_weight,
+    grad, rises, hidden, weight, inner, labels, ignore_index, *, bias, outer, train_hidden, train_weight, **how
 ) -> list[Tensor]:
     """The gradients of the sum of grad times losses, and of rises times entropies if given: logits are made again."""
     like, wide = (hidden, weight, bias, inner, outer), grad.dtype
@@ -150,8 +107,7 @@ def row_gradients(
     for part in () if is_fake(labels) else chunks_of(step_rows(weight, train_weight), labels, ignore_index):
         logits = logits_of(hidden[part], weight, bias, inner, outer, part)
         given = [None if of is None else of[part].contiguous() for of in (grad, rises)]
-        _, dlogits, _ = losses_and_gradient(
-            logits, labels[part], scale, softcap, ignore_index, label_smoothing, given[0], rises=given[1]
-        )
+        how |= dict(ignore_index=ignore_index, factors=given[0], rises=given[1])
+        _, dlogits, _ = losses_and_gradient(logits, labels[part], **how)
         add_gradients(dlogits, hidden[part], weight, inner, outer, part, *made)
     return [out.to(weight.dtype if of is None else of.dtype) for out, of in zip(made, like)]

@@ -216,26 +216,7 @@ def _forward_in(eight: EightBits) -> None:
 
 
 @lora_mlp.backward(gives=("x", "a", "b"), flops=backward_flops, shapes=_backward_shapes)
-def lora_mlp_backward(
-    grad,
-    x,
-    weights,
-    packed,
-    absmax,
-    code,
-    scale,
-    offset,
-    a,
-    b,
-    scales,
-    rows,
-    blocksize,
-    quant_type,
-    activation,
-    out1,
-    out2,
-    out3,
-) -> list[Tensor]:
+def lora_mlp_backward(*, grad, x, a, b, scales, rows, activation, out1, out2, out3, **frozen) -> list[Tensor]:
     """Return the gradients of `lora_mlp`; the activation is recomputed from gate_up.
 
     Args:
@@ -245,13 +226,13 @@ def lora_mlp_backward(
     Returns:
         [dx, dA of each projection, dB of the same], each with the shape and dtype of its input.
     """
-    frozen, down = frozen_weights(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
+    wide_weights, down = frozen_weights(x, rows=rows, **frozen)
     gate, up = out1.split(inner_width(rows), -1)
     act = gated_activation.reference(gate, up, activation)
     backward = lora.lora_linear_backward.reference
     d_act, da_down, db_down = backward(grad, act, [], down.members(), [], a[DOWN], b[DOWN], scales[DOWN], x.dtype, out3)
     wide = torch.cat(gated_activation_backward.reference(d_act, gate, up, activation), -1)
-    dx, *adapters = backward(wide, x, [], frozen.members(), [], a[WIDE], b[WIDE], scales[WIDE], x.dtype, out2)
+    dx, *adapters = backward(wide, x, [], wide_weights.members(), [], a[WIDE], b[WIDE], scales[WIDE], x.dtype, out2)
     count = len(a) - 1
     return [dx, *adapters[:count], da_down, *adapters[count:], db_down]
 

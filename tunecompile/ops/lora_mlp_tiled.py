@@ -45,30 +45,14 @@ def pieces(tokens: int, tiles: int) -> list[slice]:
     return [slice(i * each, (i + 1) * each) for i in range(tiles - 1)] + [slice((tiles - 1) * each, tokens)]
 
 
-def _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type) -> list:
+def _dense(x, **frozen) -> list:
     """The arguments of `lora_mlp` between x and a, with dequantised weights."""
-    wide, down = frozen_weights(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
+    wide, down = frozen_weights(x, **frozen)
     return [[*wide.members(), *down.members()], [], [], [], [], []]
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops)
-def lora_mlp_tiled(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    packed: Sequence[Tensor],
-    absmax: Sequence[Tensor],
-    code: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    offset: Sequence[Tensor],
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    rows: Sequence[int],
-    blocksize: int,
-    quant_type: str,
-    activation: str,
-    tiles: int,
-) -> Tensor:
+@op(cost=Cost.MATMUL, flops=forward_flops, takes=lora_mlp)
+def lora_mlp_tiled(*, x, a, b, scales, rows, activation, tiles: int, **frozen) -> Tensor:
     """Return the y of `lora_mlp`, computed tile by tile over the tokens (arXiv:2506.13996).
 
     Args:
@@ -80,7 +64,7 @@ def lora_mlp_tiled(
         [..., K'] in x's dtype.
     """
     tokens = x.reshape(-1, x.shape[-1])
-    dense = _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
+    dense = _dense(x, rows=rows, **frozen)
     y = [
         lora_mlp.reference(tokens[piece], *dense, a, b, scales, rows, 0, "", activation)[0]
         for piece in pieces(tokens.shape[0], tiles)
@@ -121,24 +105,7 @@ def _room(like: Tensor, cut: Sequence[slice], width: int) -> Tensor:
 
 
 @lora_mlp_tiled.backward(gives=("x", "a", "b"), flops=backward_flops)
-def lora_mlp_tiled_backward(
-    grad,
-    x,
-    weights,
-    packed,
-    absmax,
-    code,
-    scale,
-    offset,
-    a,
-    b,
-    scales,
-    rows,
-    blocksize,
-    quant_type,
-    activation,
-    tiles,
-) -> list[Tensor]:
+def lora_mlp_tiled_backward(*, grad, x, a, b, scales, rows, activation, tiles, **frozen) -> list[Tensor]:
     """Return the gradients of `lora_mlp_tiled`; each tile's gate|up is recomputed.
 
     The adapters' gradients are summed over tiles in fp32 or wider.
@@ -150,7 +117,7 @@ def lora_mlp_tiled_backward(
         [dx, dA of each projection, dB of the same], each with the shape and dtype of its input.
     """
     tokens, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    dense = _dense(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
+    dense = _dense(x, rows=rows, **frozen)
     dx, total = [], [torch.zeros(m.shape, dtype=compute_dtype(x.dtype), device=x.device) for m in (*a, *b)]
     for piece in pieces(tokens.shape[0], tiles):
         args = (tokens[piece], *dense, a, b, scales, rows, 0, "", activation)

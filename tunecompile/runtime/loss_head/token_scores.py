@@ -61,10 +61,12 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, labels, scale, softcap, names, ahead):
         ctx.set_materialize_grads(False)
-        ctx.given = (scale, softcap, NO_LABEL, 0.0)
+        ctx.given = dict(
+            inner=None, outer=None, scale=scale, softcap=softcap, ignore_index=NO_LABEL, label_smoothing=0.0
+        )
         with no_autocast(), torch.no_grad():
             losses, dhidden, values = score_rows(
-                hidden, weight, bias, None, None, labels, *ctx.given, ahead=ahead, names=names
+                hidden, weight, bias, labels=labels, ahead=ahead, names=names, **ctx.given
             )
         ctx.save_for_backward(hidden, weight, bias, labels, dhidden if ahead else None)
         ctx.mark_non_differentiable(*(values[name] for name in names if name != "entropy"))
@@ -83,8 +85,7 @@ class _TokenScores(torch.autograd.Function):
         factors = torch.zeros_like(entropy) if grad is None else -grad
         train_hidden, *trained = ctx.needs_input_grad[:3]
         with no_autocast():
-            made = row_gradients(
-                factors, entropy, hidden, weight, bias, None, None, labels, *ctx.given, train_hidden, any(trained)
-            )
+            how = dict(train_hidden=train_hidden, train_weight=any(trained), **ctx.given)
+            made = row_gradients(factors, entropy, hidden, weight, bias=bias, labels=labels, **how)
         needed = [each if wanted else None for each, wanted in zip(made, ctx.needs_input_grad[:3])]
         return *needed, *(None,) * 5
