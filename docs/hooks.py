@@ -38,6 +38,7 @@ VARIABLES = {  #: what the code does not say in one place
 }
 AUTHORS = (  #: modules that authors of passes import
     "ir.op",
+    "ir.example",
     "ir.rewrite",
     "ir.match",
     "ir.canonicalize",

@@ -21,12 +21,8 @@ An op takes it by a provider that imports it when it runs: ``@my_op.provider("tr
 
 # Testing and measuring one
 
-- Without a GPU: ``TRITON_INTERPRET=1 pytest tests/templates``, on memory that is poisoned beforehand, against fp64;
-  and ``test_crosscompile.py`` compiles every kernel for sm_80 to sm_120 and holds its shared memory against the
-  card's. Add a case to ``offline.py`` for it.
-- With one: ``pytest tests/templates`` runs the same tests on it, and ``python benchmarks/kernels/STEM.py`` gives
-  medians on a cold cache, beside the reference under Inductor and other projects' kernels, as a share of what the
-  memory's bandwidth allows; ``--sweep`` tries other tiles, ``--dry`` runs without a GPU. A template that is
-  slower than Inductor's code for its reference does not belong here."""
+An op's `example=` is what all templates of it are tested, compiled offline and timed with; axes beyond it have cases in
+`tests/templates/`. See docs/pages/develop/write-a-template.md. A template that is slower than Inductor's code for its
+reference does not belong here."""
 
 __all__: list[str] = []

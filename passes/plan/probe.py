@@ -21,13 +21,13 @@ from tunecompile.compiler import tuning_cache
 from tunecompile.compiler.partitioner import source_hash
 from tunecompile.compiler.pass_manager import Context
 from tunecompile.ir.eager_call import outputs, run_provider
+from tunecompile.ir.example import Draw, arguments_of
 from tunecompile.ir.op import OPS, Op, Provider
 from tunecompile.ir.pretend_gpu import pretending
 from tunecompile.notes import Note, note
-from tunecompile.passes.plan.probe_arguments import ARGUMENTS, arguments_of
 from tunecompile.passes.plan.rivals import prefer
 
-__all__ = ["BY_TEMPLATE", "choose", "choose_beside", "compare", "examine", "fault_of", "is_tested", "owner", "wide"]
+__all__ = ["BY_TEMPLATE", "choose", "choose_beside", "compare", "examine", "fault_of", "is_tested", "wide"]
 
 KIND = "probe"  #: of files beside the measured choices
 
@@ -101,7 +101,7 @@ def examine(device: torch.device) -> Iterator[tuple[Op, str]]:
     """Yield the op of each template that can be tried, and the template's fault: empty where it is right."""
     for op in OPS.values():
         for provider in op.providers:
-            if provider.name in BY_TEMPLATE and (owner(op) or op).name in ARGUMENTS:
+            if provider.name in BY_TEMPLATE and (op.owner or op).example is not None:
                 yield op, fault_of(op, provider, device)
 
 
@@ -110,11 +110,6 @@ def _distrust(op: Op, provider: Provider, fault: str) -> None:
     said = _wrong[op.name, provider.name] = note("template-wrong", op.name, fault, provider=provider.name)
     log.warning("tunecompile: %s", said)
     op.providers[:] = [p.distrusted(said) if p is provider else p for p in op.providers]
-
-
-def owner(op: Op) -> Op | None:
-    """Return the op whose backward `op` is; None for a forward."""
-    return next((each for each in OPS.values() if each.backward_op is op), None)
 
 
 _known: dict[tuple[str, str, torch.device], str] = {}
@@ -162,7 +157,7 @@ def _try(op: Op, provider: Provider, device: torch.device, dtype: torch.dtype) -
     """The fault of a provider, empty for none; None where it cannot be tried."""
     with torch.no_grad(), outside_compilation():
         try:
-            arguments = arguments_of(op, owner(op), device, dtype)
+            arguments = arguments_of(op, Draw(device, dtype))
             if arguments is None or provider.refuses(*arguments) is not None:
                 return None
             reference, exact = outputs(op.reference(*arguments)), outputs(op.reference(*wide(arguments)))

@@ -5,12 +5,12 @@ import torch
 
 from tests.support.ops.arguments import dense_mlp, lora_arguments
 from tunecompile._torch import card
+from tunecompile.ir.example import Draw, arguments_of
 from tunecompile.ir.op import HALF, OPS
 from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.ops import lora_linear, lora_mlp
 from tunecompile.ops.eight_bits import FP8, ROW_SCALES_ON_ADA
 from tunecompile.passes.plan import probe
-from tunecompile.passes.plan.probe_arguments import ARGUMENTS, arguments_of
 
 pytest.importorskip("triton")
 from tunecompile.templates import _tiles  # noqa: E402
@@ -20,8 +20,7 @@ SMALL = ("t4", *LARGER)
 BY_TEMPLATE = {
     op.name: op
     for op in OPS.values()
-    if any(provider.name in probe.BY_TEMPLATE for provider in op.providers)
-    and (probe.owner(op) or op).name in ARGUMENTS
+    if any(provider.name in probe.BY_TEMPLATE for provider in op.providers) and (op.owner or op).example
 }
 #: families whose templates multiply by tensor cores as they are since Ampere
 FROM_AMPERE = (
@@ -40,7 +39,7 @@ PIPELINED = ("experts", "experts_narrow")  #: load tiles of both operands ahead
 
 def chosen(name, dtype, on):
     op = BY_TEMPLATE[name]
-    arguments = arguments_of(op, probe.owner(op), torch.device("cpu"), dtype)
+    arguments = arguments_of(op, Draw(torch.device("cpu"), dtype))
     with as_on_gpu(on):
         return op.choose(arguments, None).name
 

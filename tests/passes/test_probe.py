@@ -14,12 +14,13 @@ import tunecompile
 from tests.support import zoo
 from tests.support.notes import find
 from tunecompile.ir.eager_call import outputs
+from tunecompile.ir.example import Draw, arguments_of
 from tunecompile.ir.op import OPS
 from tunecompile.ir.pretend_gpu import as_on_gpu
+from tunecompile.ops.experts.grouped_linear import CHOICES, TOKENS
 from tunecompile.ops.linear_cross_entropy import row_losses, runs_template
 from tunecompile.ops.swiglu import gated_activation_backward
 from tunecompile.passes.plan import probe
-from tunecompile.passes.plan.probe_arguments import ARGUMENTS, CHOICES, TOKENS, arguments_of
 
 
 class Gated(nn.Module):
@@ -39,7 +40,7 @@ def test_arguments_are_made_under_any_default_device():
         found = []
         for default in ("cpu", "meta"):
             with torch.device(default):
-                found.append(tree_leaves(arguments_of(op, None, device, torch.float32)))
+                found.append(tree_leaves(arguments_of(op, Draw(device, torch.float32))))
         assert all(a is b or a == b if not isinstance(a, torch.Tensor) else torch.equal(a, b) for a, b in zip(*found))
 
 
@@ -201,34 +202,34 @@ def test_which_results_are_compared(made, says):
 
 CPU = torch.device("cpu")
 NAMED = {op.name: op for op in OPS.values()}
+EXAMPLES = [name for name, op in NAMED.items() if op.example]
 
 
 SLOW = ("channel_delta_rule", "gated_delta_rule", "selective_scan", "ssd_scan")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in ARGUMENTS]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in EXAMPLES]
 )
 def test_references_run_on_the_arguments_of_a_trial(name):
     """The same ones each time, and the user's random numbers stay as they were."""
     op, state = NAMED[name], torch.get_rng_state()
     for each in filter(None, (op, op.backward_op)):
-        owner = op if each is op.backward_op else None
-        given, again = (arguments_of(each, owner, CPU, torch.float32) for _ in range(2))
+        given, again = (arguments_of(each, Draw(CPU, torch.float32)) for _ in range(2))
         assert len(given) == len(each.parameters)
         tensors = [[x for x in tree_leaves(each) if isinstance(x, torch.Tensor)] for each in (given, again)]
         assert all(map(torch.equal, *tensors))
         made = outputs(each.reference(*given))
         assert made and all(x.isfinite().all() for x in made if x is not None and x.is_floating_point())
     assert torch.equal(state, torch.get_rng_state())
-    assert arguments_of(SimpleNamespace(name="another"), None, CPU, torch.float32) is None
+    assert arguments_of(NAMED["rope"], Draw(CPU, torch.float32)) is None
 
 
 def test_trials_have_what_templates_must_not_take_for_granted():
     """Rows that fill no tile, keys that heads share, experts without rows, and rows of no expert."""
     given = {
-        name: dict(zip(NAMED[name].parameters, arguments_of(NAMED[name], None, CPU, torch.float32)))
-        for name in ARGUMENTS
+        name: dict(zip(NAMED[name].parameters, arguments_of(NAMED[name], Draw(CPU, torch.float32))))
+        for name in EXAMPLES
     }
     attention = given["varlen_attention"]
     offsets = attention["offsets"].tolist()

@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 import torch
-from offline_cases import cases, templates
+from offline_cases import cases, recorded
 
 from tunecompile._torch import card, known_bugs
 
@@ -88,10 +88,7 @@ def compile_for(architectures, only=None):
 
     from tunecompile.templates import _tiles
 
-    launches, made = [], cases()
-    for module in templates():
-        if hasattr(module, "launch"):
-            module.launch = lambda kernel, grid, *args, **options: launches.append((kernel, args, options))
+    made = cases()
     for architecture in architectures:
         target, cc = target_of(architecture)
         warp = target.warp_size
@@ -102,9 +99,7 @@ def compile_for(architectures, only=None):
         for name, (function, args) in made.items():
             if name != only if only else name.startswith(refused_on(architecture, cc)):
                 continue
-            launches.clear()
-            function(*half(args, cc))
-            ((kernel, args, options),) = launches
+            ((kernel, _, args, options),) = recorded(function, half(args, cc))
             warps, stages = options.pop("num_warps"), options.pop("num_stages", 3)
             fuses = options.pop("fuse_products", True)
             signature, constants, attributes = {}, dict(options), {}

@@ -1,5 +1,7 @@
 """Arguments for every kernel of the templates, as models call them: no values are needed, so no memory is touched."""
 
+import contextlib
+import functools
 import sys
 
 import torch
@@ -10,7 +12,70 @@ def templates():
     return [module for name, module in list(sys.modules.items()) if name.startswith("tunecompile.templates")]
 
 
+@contextlib.contextmanager
+def launching(by):
+    """Inside, templates launch by `by(kernel, grid, *args, **options)`."""
+    known = {module: module.launch for module in templates() if hasattr(module, "launch")}
+    for module in known:
+        module.launch = by
+    try:
+        yield
+    finally:
+        for module, launch in known.items():
+            module.launch = launch
+
+
+def recorded(function, args):
+    """The launches of a call: kernel, grid, arguments, constants."""
+    launches = []
+    with launching(lambda kernel, grid, *args, **options: launches.append((kernel, grid, args, options))):
+        function(*args)
+    return launches
+
+
 def cases(many=1, batch=1, device="cpu"):
+    """name -> (function, arguments as a list of tensors), each of one launch: all of `axes`, and of each kernel that is
+    not among them the first launch of an op's example, with `many` times the tokens.
+    """
+    found = axes(many, batch, device)
+    on_meta = found if torch.device(device).type == "meta" else axes(device="meta")
+    known = {launch[0] for case in on_meta.values() for launch in recorded(*case)}
+    for name, run in examples(many):
+        for number, (kernel, _, given, _) in enumerate(recorded(run, ())):
+            if kernel not in known:
+                known.add(kernel)
+                tensors = [each for each in given if isinstance(each, torch.Tensor)]
+                found[f"example_{name}_{number}"] = functools.partial(alone, run, number), tensors
+    return found
+
+
+def examples(many):
+    """(name, call) of each provider of an op that launches a template, by the op's example at a real size."""
+    import tunecompile.ops  # noqa: F401
+    from tunecompile.ir.eager_call import outputs, run_provider
+    from tunecompile.ir.example import Draw, arguments_of
+    from tunecompile.ir.op import OPS
+    from tunecompile.passes.plan.probe import BY_TEMPLATE
+
+    draw = Draw(torch.device("meta"), torch.bfloat16, 64 * many, 4096)
+    for op in OPS.values():
+        for provider in (each for each in op.providers if each.name in BY_TEMPLATE):
+            with contextlib.suppress(NotImplementedError):  # its reference reads values
+                given = arguments_of(op, draw)
+                if given is not None:
+                    used = (True,) * len(outputs(op.reference(*given)))
+                    yield op.name, functools.partial(run_provider, provider.run, given, used)
+
+
+def alone(run, number, *tensors):
+    """One launch of a call, with these tensors."""
+    from tunecompile.templates import _launch
+
+    (kernel, grid, args, options), given = recorded(run, ())[number], iter(tensors)
+    _launch.launch(kernel, grid, *(next(given) if isinstance(each, torch.Tensor) else each for each in args), **options)
+
+
+def axes(many=1, batch=1, device="cpu"):
     """name -> (function, arguments as a list of tensors). Representative axes, each template at a real size.
 
     `many` multiplies tokens, and makes weights and experts larger, too; `batch` is the number of rows of recurrences.
@@ -291,12 +356,6 @@ def cases(many=1, batch=1, device="cpu"):
             [x, x, e(4, 4096)],
         ),
         "swiglu": (lambda g, u: swiglu.forward(g, u), [gate, up]),
-        "weighted_backward": (
-            lambda d, g, u, w: swiglu.weighted_backward(d, g, u, w),
-            [gate, gate, up, e(gate.shape[0], 1)],
-        ),
-        "clamped_gate": (lambda both: swiglu.clamped(both, 1.702, 7.0), [wide]),
-        "clamped_gate_backward": (lambda d, both: swiglu.clamped_backward(d, both, 1.702, 7.0), [e(rows, 14336), wide]),
         "lora_rows": (
             lambda a, out: lora.append_rows(a, out, 4),
             [e(weight, 4096, dtype=torch.float32), e(weight + 4, 4096)],

@@ -87,9 +87,6 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         **dict.fromkeys(["int8_nf4", "int8_nf4_transposed", "int8_product", "int8_product_plain"], ["out"]),
         "swiglu": ["out"],
         "swiglu_backward": ["both", "out"],
-        "weighted_backward": ["both", "d_weights"],
-        "clamped_gate": ["out"],
-        "clamped_gate_backward": ["d_both"],
         "lora_rows": ["out"],
         "lora_columns": ["out"],
         "lora_mlp": ["both", "parts"],
@@ -124,8 +121,12 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
     assert len(lines) >= 12
     for line in lines:
         name = line["name"]
+        assert line["targets"] == ["triton_kernel_wrapper_functional"], line
+        if name.startswith("example"):  # all that it writes to is an argument
+            assert line["written"] != [[]] and {*line["copies"]} == {"aten.copy_.default"}, line
+            continue
         expected = written.get(name) or written["nf4" if name.startswith("nf4") else "cross_entropy"]
-        assert line["targets"] == ["triton_kernel_wrapper_functional"] and line["written"] == [expected], line
+        assert line["written"] == [expected], line
         # No clone, copy or scatter around the launch, but for an argument that is overwritten.
         overwrites = name.startswith(
             (

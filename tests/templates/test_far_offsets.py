@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 import torch
-from offline_cases import cases, templates
+from offline_cases import cases, recorded, templates
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -73,19 +73,6 @@ class Memory:
 
     def store(self, pointers, value, mask, *_):
         self.access(pointers, mask)
-
-
-def recorded(monkeypatch, function, args):
-    """The launch that a call makes: kernel, grid, arguments, constants."""
-    launches = []
-    for module in templates():
-        if hasattr(module, "launch"):
-            monkeypatch.setattr(
-                module, "launch", lambda *args, **options: launches.append((*args[:2], args[2:], options))
-            )
-    function(*args)
-    (launch,) = launches
-    return launch
 
 
 def run_corners(monkeypatch, memory, kernel, grid, args, options):
@@ -166,7 +153,7 @@ CASES |= {name: (many, case) for name, many, case in variants()}
 @pytest.mark.parametrize("name", CASES)
 def test_no_offset_overflows(name, monkeypatch):
     many, case = CASES[name]
-    kernel, grid, args, options = recorded(monkeypatch, *case)
+    ((kernel, grid, args, options),) = recorded(*case)
     memory = Memory(integers(name, many))
     run_corners(monkeypatch, memory, kernel, grid, args, options)
     for argument, extent, _ in memory.tensors:
@@ -174,7 +161,7 @@ def test_no_offset_overflows(name, monkeypatch):
         assert extent <= 2**31 or reached >= 2**31, f"{argument} is read or written to element {reached} of {extent}"
 
 
-def test_every_kernel_has_a_case(monkeypatch):
+def test_every_kernel_has_a_case():
     kernels = {
         f"{module.__name__}.{name}"
         for module in templates()
@@ -182,7 +169,7 @@ def test_every_kernel_has_a_case(monkeypatch):
         if isinstance(member, interpreter.InterpretedFunction) and member.fn.__module__ == module.__name__
         if name.endswith("_kernel")
     }
-    launched = {recorded(monkeypatch, *case)[0].fn for _, case in CASES.values()}
+    launched = {recorded(*case)[0][0].fn for _, case in CASES.values()}
     missing = kernels - {f"{fn.__module__}.{fn.__name__}" for fn in launched}
     # its strides and sizes are read from memory, as int64
     assert missing == {"tunecompile.templates.lora.write_pieces_kernel"}

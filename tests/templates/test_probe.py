@@ -7,15 +7,15 @@ import torch
 
 pytest.importorskip("triton")
 from tunecompile.ir.eager_call import outputs  # noqa: E402
+from tunecompile.ir.example import Draw, arguments_of  # noqa: E402
 from tunecompile.ir.op import OPS  # noqa: E402
 from tunecompile.passes.plan import probe  # noqa: E402
-from tunecompile.passes.plan.probe_arguments import ARGUMENTS, arguments_of  # noqa: E402
 
 TEMPLATES = {
     op.name: (op, provider)
     for op in OPS.values()
     for provider in op.providers
-    if provider.name in probe.BY_TEMPLATE and (probe.owner(op) or op).name in ARGUMENTS
+    if provider.name in probe.BY_TEMPLATE and (op.owner or op).example
 }
 #: bf16 products, which the interpreter has not
 HALF_ALONE = tuple(
@@ -25,7 +25,7 @@ HALF_ALONE = tuple(
 
 def tried(name, device, change=None):
     op, provider = TEMPLATES[name]
-    arguments = arguments_of(op, probe.owner(op), device, torch.float16)
+    arguments = arguments_of(op, Draw(device, torch.float16))
     reference, exact = (outputs(op.reference(*given)) for given in (arguments, probe.wide(arguments)))
     if change is not None:
         run = provider.run

@@ -34,13 +34,13 @@ def takes_by_name(fn: Callable) -> bool:
     return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in inspect.signature(fn).parameters.values())
 
 
-def by_position(fn: Callable, names: Sequence[str], types: Mapping[str, Any]) -> Callable:
+def by_position(fn: Callable, names: Sequence[str], types: Mapping[str, Any] | None = None) -> Callable:
     """Return a function that takes keywords and `**name`, to be called by position; others as they are.
 
     Args:
         fn: of an op's arguments.
         names: of these, in order.
-        types: of those that have one, and of the result.
+        types: of these and of the result, for a function that an op's schema is read from.
     """
     if not takes_by_name(fn):
         return fn
@@ -49,9 +49,10 @@ def by_position(fn: Callable, names: Sequence[str], types: Mapping[str, Any]) ->
     def bound(*args: Any, **filled_in: Any) -> Any:
         return fn(**dict(zip(names, args)), **filled_in)
 
-    kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    parameters = [inspect.Parameter(name, kind, annotation=types.get(name, none)) for name in names]
-    bound.__signature__ = inspect.Signature(parameters, return_annotation=types.get("return", none))
+    if types is not None:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters = [inspect.Parameter(name, kind, annotation=types[name]) for name in names]
+        bound.__signature__ = inspect.Signature(parameters, return_annotation=types["return"])
     return bound
 
 

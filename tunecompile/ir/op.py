@@ -134,6 +134,9 @@ class Op:
     providers: list[Provider] = field(default_factory=list)  #: in the order of registration
     backward_op: Op | None = None  #: made by `Op.backward`; it has providers of its own
     formula: Formula | None = None  #: what `Op.backward` was told
+    owner: Op | None = None  #: the op whose backward this is
+    #: takes a `tunecompile.ir.example.Draw`, returns arguments of a call
+    example: Callable[..., list] | None = None
     #: an op that computes the first output tile by tile; it takes `tiles` besides, and saves only its arguments
     tiled: Op | None = None
     #: takes the op's arguments; bytes that its providers have in memory beside results while they run
@@ -205,7 +208,7 @@ class Op:
             raise InvalidOp(
                 name=self.name, reason=f"provider {provider!r} takes {wanted}, the reference takes {self.parameters}"
             )
-        return by_position(run, self.parameters, {})
+        return by_position(run, self.parameters)
 
     def choose(self, args: Sequence[Any], precision: str | None = None) -> Provider:
         """Return the provider that runs a call: the first that supports the arguments, else the reference.
@@ -289,7 +292,7 @@ class Op:
             fn = by_position(fn, names, fn.__annotations__)
             made = op(cost=cost or self.cost, flops=flops, opaque=opaque, shapes=shapes)(fn)
             made.widens = made.parameters[:outputs] if widens else ()
-            self.backward_op = made
+            self.backward_op, made.owner = made, self
             shared = tuple((g,) if isinstance(g, str) else tuple(g) for g in gives)
             refuse_second_derivative(_library, made.name)
             self.formula = Formula(self.parameters, made, saved, shared, outputs)
@@ -308,6 +311,7 @@ def op(
     opaque: bool = False,
     shapes: Callable | None = None,
     takes: Op | None = None,
+    example: Callable[..., list] | None = None,
 ) -> Callable[[Callable], Op]:
     """Register a function as a semantic op. It keeps the promises listed in `tunecompile.ir.op`.
 
@@ -324,6 +328,9 @@ def op(
             it, the function itself is run on fake tensors, which takes long if it has many steps or sizes are symbols.
         takes: an op whose parameters this one has, too. The function then takes those that it reads, and its own, as
             keyword-only parameters, and the rest as `**name`; its own come last.
+        example: takes a `tunecompile.ir.example.Draw`, and returns the arguments of a call with its tensors and sizes.
+            With these, providers that launch templates are tried, tested, compiled for other GPUs and timed, and so are
+            those of the backward.
 
     Returns:
         A decorator that makes the function an `Op`.
@@ -349,7 +356,7 @@ def op(
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", remembered(first_of(shapes, kernel)), lib=_library)
-        made = Op(name, fn, cost, flops, tuple(inspect.signature(fn).parameters), opaque)
+        made = Op(name, fn, cost, flops, tuple(inspect.signature(fn).parameters), opaque, example=example)
         functools.update_wrapper(made, fn, updated=())
         OPS[made.overload] = made
         return made

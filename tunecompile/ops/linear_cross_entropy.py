@@ -226,7 +226,14 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-@op(cost=Cost.POINTWISE)
+def _example(draw) -> list:
+    """Logits behind a soft cap, one row without a label."""
+    target = draw.codes(draw.rows, upto=40).long()
+    target[1] = -100
+    return [draw.normal(draw.rows, draw.width, scale=4.0), target, 0.5, 30.0, -100, 0.1]
+
+
+@op(cost=Cost.POINTWISE, example=_example)
 def row_losses(
     logits: Tensor, target: Tensor, scale: float, softcap: float, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:

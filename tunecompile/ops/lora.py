@@ -42,10 +42,20 @@ def backward_shapes(x, inputs, biases, a, b) -> list[Tensor]:
     return contiguous_like(x, *inputs, *biases, *a, *b)
 
 
+def _example(draw) -> list:
+    """Two siblings of other heights and ranks, with biases."""
+    heights, ranks, columns = (6, 10), (4, 3), 192
+    weights = [draw.normal(n, columns, scale=columns**-0.5) for n in heights]
+    a = [draw.normal(rank, columns, scale=columns**-0.5) for rank in ranks]
+    b = [draw.normal(n, rank, scale=0.5) for n, rank in zip(heights, ranks)]
+    return [draw.normal(draw.rows, columns), [], weights, [*map(draw.normal, heights)], a, b, [0.5, 2.0], draw.dtype]
+
+
 @op(
     cost=Cost.MATMUL,
     flops=forward_flops,
     shapes=lambda x, inputs, weights, biases, a, b, scales, dtype: shapes(x, a, b, dtype),
+    example=_example,
 )
 def lora_linear(
     x: Tensor,

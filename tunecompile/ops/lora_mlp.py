@@ -76,7 +76,17 @@ def _backward_shapes(grad, x, weights, packed, absmax, code, scale, offset, a, b
     return contiguous_like(x, *a, *b)
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops, shapes=_shapes)
+def _example(draw) -> list:
+    """Adapters of three ranks over dense weights of gate, up and down."""
+    shapes, ranks = ((96, 64), (96, 64), (64, 96)), (4, 8, 3)
+    weights = [draw.normal(n, k, scale=k**-0.5) for n, k in shapes]
+    a = [draw.normal(r, k, scale=k**-0.5) for r, (_, k) in zip(ranks, shapes)]
+    b = [draw.normal(n, r, scale=0.5) for r, (n, _) in zip(ranks, shapes)]
+    x, sizes = draw.normal(draw.rows, 64), [n for n, _ in shapes]
+    return [x, weights, *([] for _ in range(5)), a, b, [0.5, 2.0, 1.5], sizes, 0, "", "silu"]
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops, shapes=_shapes, example=_example)
 def lora_mlp(
     x: Tensor,
     weights: Sequence[Tensor],

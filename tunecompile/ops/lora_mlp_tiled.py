@@ -51,7 +51,7 @@ def _dense(x, **frozen) -> list:
     return [[*wide.members(), *down.members()], [], [], [], [], []]
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops, takes=lora_mlp)
+@op(cost=Cost.MATMUL, flops=forward_flops, takes=lora_mlp, example=lambda draw: [*lora_mlp.example(draw), 2])
 def lora_mlp_tiled(*, x, a, b, scales, rows, activation, tiles: int, **frozen) -> Tensor:
     """Return the y of `lora_mlp`, computed tile by tile over the tokens (arXiv:2506.13996).
 

@@ -58,7 +58,15 @@ def _backward_shapes(grad, x, inputs, packed, absmax, code, scale, offset, biase
     return backward_shapes(x, inputs, biases, a, b)
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops, shapes=_shapes)
+def _example(draw) -> list:
+    x, inputs, weights, _, *adapters = lora_linear.example(draw)
+    heights, block = [w.shape[0] for w in weights], 64
+    packed = [draw.codes(n * 192 // 2, 1) for n in heights]
+    scales = [draw.normal(n * 192 // block, dtype=torch.float32).abs() * 192**-0.5 for n in heights]
+    return [x, inputs, packed, scales, [], [], [], [], *adapters, heights, block, "nf4"]
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops, shapes=_shapes, example=_example)
 def lora_linear_nf4(
     x: Tensor,
     inputs: Sequence[Tensor],

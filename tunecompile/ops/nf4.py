@@ -53,7 +53,13 @@ CODES = {
 }
 
 
-@op(cost=Cost.POINTWISE)
+def _example(draw) -> list:
+    rows, columns, block = 6, 192, 64
+    scales = draw.normal(rows * columns // block, dtype=torch.float32).abs()
+    return [draw.codes(rows * columns // 2, 1), scales, None, None, None, rows, columns, block, "nf4", draw.dtype]
+
+
+@op(cost=Cost.POINTWISE, example=_example)
 def dequantize_4bit(
     packed: Tensor,
     absmax: Tensor,

@@ -29,7 +29,7 @@ def _shapes(gate: Tensor, up: Tensor, activation: str) -> Tensor | None:
     return gate.new_empty(gate.shape, dtype=dtype) if are_contiguous(gate, up) else None
 
 
-@op(cost=Cost.POINTWISE, shapes=_shapes)
+@op(cost=Cost.POINTWISE, shapes=_shapes, example=lambda draw: [draw.hidden(), draw.hidden(), "silu"])
 def gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Return activation(gate) * up, elementwise; the activation is not rounded before the product (arXiv:2002.05202).
 
@@ -102,7 +102,7 @@ def _(grad, gate, up, activation):
     return list(swiglu.backward(grad, gate, up, activation))
 
 
-@op(cost=Cost.POINTWISE)
+@op(cost=Cost.POINTWISE, example=lambda draw: [draw.hidden(), draw.hidden(), draw.normal(draw.rows, 1), "silu"])
 def weighted_gate(gate: Tensor, up: Tensor, weights: Tensor, activation: str) -> Tensor:
     """Return activation(gate) * up * weights, of rows that have a weight each, rounded once (arXiv:2101.03961).
 
@@ -146,7 +146,7 @@ def _(grad, gate, up, weights, activation):
     return list(swiglu.weighted_backward(grad, gate, up, weights, activation))
 
 
-@op(cost=Cost.POINTWISE)
+@op(cost=Cost.POINTWISE, example=lambda draw: [draw.normal(draw.rows, 2 * draw.width), 1.702, 7.0])
 def clamped_gate(both: Tensor, alpha: float, limit: float) -> Tensor:
     """Return g sigmoid(alpha g) (u + 1) with g and u clamped, gate and up interleaved (arXiv:2508.10925).
 

@@ -54,7 +54,15 @@ def _backward_shapes(grad, q, k, v, offsets, longest, tree, places, scale, windo
     return [*contiguous_like(q, k, v), grad.new_empty(0 if sinks is None else sinks.shape)]
 
 
-@op(cost=Cost.MATMUL, shapes=attention_shapes)
+def _example(draw) -> list:
+    """A prefix, two branches, and a row alone, under a window."""
+    q, k, v = (draw.normal(70, heads, 64) for heads in (2, 1, 1))
+    tree = draw.numbers([-1, 0, 0, -1], [60, 40, 60, 70])
+    places = draw.numbers(*range(40), *range(30, 50), *range(10))
+    return [q, k, v, draw.numbers(0, 30, 40, 60, 70), 30, tree, places, 0.125, 33, None, 30.0]
+
+
+@op(cost=Cost.MATMUL, shapes=attention_shapes, example=_example)
 def branch_attention(
     q: Tensor,
     k: Tensor,

@@ -62,7 +62,12 @@ def _narrow(x: Tensor, like: Tensor) -> Tensor:
     return summed.to(like.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@op(cost=Cost.MATMUL, shapes=_shapes)
+def _example(draw) -> list:
+    """Two rows, and two heads that share a key."""
+    return [*(draw.normal(2, 70, heads, 64).transpose(1, 2) for heads in (2, 1, 1)), 0.125]
+
+
+@op(cost=Cost.MATMUL, shapes=_shapes, example=_example)
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T) v, where each token attends to itself and earlier tokens of its row.
 

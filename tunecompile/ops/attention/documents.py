@@ -61,7 +61,13 @@ def _backward_shapes(grad, q, k, v, offsets, longest, scale, window, sinks, *_: 
     return [*contiguous_like(q, k, v), grad.new_empty(0 if sinks is None else sinks.shape)]
 
 
-@op(cost=Cost.MATMUL, opaque=True, shapes=attention_shapes)
+def _example(draw) -> list:
+    """Two documents, and two heads that share a key."""
+    q, k, v = (draw.normal(70, heads, 64) for heads in (2, 1, 1))
+    return [q, k, v, draw.numbers(0, 33, 70), 37, 0.125, 0, None, True, 30.0]
+
+
+@op(cost=Cost.MATMUL, opaque=True, shapes=attention_shapes, example=_example)
 def varlen_attention(
     q: Tensor,
     k: Tensor,

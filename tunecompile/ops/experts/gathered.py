@@ -13,7 +13,13 @@ from torch import Tensor
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
 from tunecompile.ops.experts import by_template
-from tunecompile.ops.experts.grouped_linear import grouped_lora_linear, grouped_lora_linear_backward
+from tunecompile.ops.experts.grouped_linear import (
+    CHOICES,
+    TOKENS,
+    example,
+    grouped_lora_linear,
+    grouped_lora_linear_backward,
+)
 from tunecompile.ops.experts.rows import collected, spread
 
 
@@ -39,7 +45,11 @@ def backward_flops(
     return 2 * rows * weight.shape[1] * weight.shape[2] * sum(used[:2])
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops)
+def _example(draw) -> list:
+    return [draw.normal(TOKENS, 64), draw.order(TOKENS * CHOICES), CHOICES, *example(draw)]
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops, example=_example)
 def gathered_lora_linear(
     x: Tensor,
     order: Tensor,
@@ -73,7 +83,15 @@ gathered_lora_linear.provider(
 )(by_template.forward)
 
 
-@op(cost=Cost.MATMUL, flops=backward_flops)
+def _backward_example(draw) -> list:
+    """Gradients that tokens share, of rows that are read from tokens."""
+    grad, order = draw.normal(TOKENS, 96), draw.order(TOKENS * CHOICES)
+    sides = [grad, order, CHOICES, draw.normal(TOKENS, 64), order, CHOICES]
+    inside = torch.arange(TOKENS * CHOICES, device=draw.device) < TOKENS * CHOICES - 2
+    return [*sides, *example(draw), draw.normal(TOKENS * CHOICES, 16) * inside[:, None]]
+
+
+@op(cost=Cost.MATMUL, flops=backward_flops, example=_backward_example)
 def gathered_lora_linear_backward(
     grad: Tensor,
     grad_order: Optional[Tensor],
@@ -118,7 +136,11 @@ def _(
     return by_template.backward(*sides, weight, offsets, a, b, scales, transposed, bias, out1, used)
 
 
-@op(cost=Cost.POINTWISE)
+def _sum_example(draw) -> list:
+    return [draw.normal(TOKENS * CHOICES, 64), draw.order(TOKENS * CHOICES), CHOICES, draw.dtype]
+
+
+@op(cost=Cost.POINTWISE, example=_sum_example)
 def sum_rows(y: Tensor, places: Tensor, choices: int, dtype: torch.dtype) -> Tensor:
     """Return the sum of each token's rows, in the order of its choices, rounded to a dtype (arXiv:2211.15841).
 

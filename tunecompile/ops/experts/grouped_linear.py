@@ -20,6 +20,8 @@ from tunecompile.ops.experts.products import (
     zeroed_behind,
 )
 
+TOKENS, CHOICES = 13, 2  #: of examples: tokens, and how many experts each has
+
 
 def forward_flops(x, weight, *_) -> int:
     """Count one matrix a row; adapters are left out."""
@@ -31,7 +33,22 @@ def backward_flops(grad, *rest, used: Sequence[bool] = (True, False)) -> int:
     return forward_flops(*rest) * sum(used[:2])
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops)
+def example(draw) -> list:
+    """Return all arguments but x, of TOKENS * CHOICES rows: a stack of four experts, one without rows and one with few,
+    under two adapters; rows of no expert; biases.
+    """
+    experts, (n, k), ranks = 4, (96, 64), (4, 3)
+    a = [draw.normal(experts * rank, k, scale=k**-0.5) for rank in ranks]
+    b = [draw.normal(n, rank * experts, scale=0.5) for rank in ranks]
+    weight, ends = draw.normal(experts, n, k, scale=k**-0.5), draw.numbers(17, 17, 20, TOKENS * CHOICES - 2)
+    return [weight, ends, a, b, [0.5, 2.0], False, draw.normal(experts, n)]
+
+
+@op(
+    cost=Cost.MATMUL,
+    flops=forward_flops,
+    example=lambda draw: [draw.normal(TOKENS * CHOICES, 64), *example(draw)],
+)
 def grouped_lora_linear(
     x: Tensor,
     weight: Tensor,

@@ -1,5 +1,6 @@
 """Layer normalisation (Ba, Kiros & Hinton, 2016, arXiv:1607.06450), with or without weight and bias."""
 
+from functools import partial
 from typing import Optional
 
 import torch
@@ -9,7 +10,11 @@ from tunecompile.ir.op import Cost, op
 from tunecompile.ops.norms.rms_norm import compute_dtype, refuse_norm
 
 
-@op(cost=Cost.POINTWISE)
+def _example(draw, before: int = 1) -> list:
+    return [*(draw.hidden() for _ in range(before)), draw.normal(draw.width), draw.normal(draw.width), 1e-6, draw.dtype]
+
+
+@op(cost=Cost.POINTWISE, example=_example)
 def layer_norm(x: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, dtype: torch.dtype) -> Tensor:
     """Return (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension (arXiv:1607.06450).
 
@@ -67,7 +72,7 @@ def _as(gradient: Tensor, parameter: Tensor | None) -> Tensor:
     return gradient.new_zeros(0) if parameter is None else gradient.to(parameter.dtype)
 
 
-@op(cost=Cost.POINTWISE)
+@op(cost=Cost.POINTWISE, example=partial(_example, before=2))
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """Norms without weights that rows of the batch scale and shift (adaLN; Peebles & Xie, 2023, arXiv:2212.09748)."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,13 @@ from tunecompile.ops.norms.layer_norm import standardize
 from tunecompile.ops.norms.rms_norm import compute_dtype, refuse_norm
 
 
-@op(cost=Cost.POINTWISE)
+def _example(draw, before: int = 1) -> list:
+    """Two rows of tokens, with scale and shift of their own; `before` tensors of them."""
+    wide = [draw.normal(2, draw.rows, draw.width) for _ in range(before)]
+    return [*wide, *(draw.normal(2, 1, draw.width) for _ in range(2)), 1e-6, 1.0, True, draw.dtype]
+
+
+@op(cost=Cost.POINTWISE, example=_example)
 def modulated_norm(
     x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, centred: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -72,7 +80,7 @@ def _as(gradient: Tensor, given: Tensor) -> Tensor:
     return gradient.sum([i for i, size in enumerate(given.shape) if size == 1], keepdim=True).to(given.dtype)
 
 
-@op(cost=Cost.POINTWISE)
+@op(cost=Cost.POINTWISE, example=partial(_example, before=2))
 def add_modulated_norm(
     x: Tensor,
     residual: Tensor,

@@ -1,5 +1,7 @@
 """Root mean square layer normalisation (Zhang & Sennrich, 2019, arXiv:1910.07467)."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,11 @@ def _shapes(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: b
     return x.new_empty(x.shape, dtype=dtype) if are_contiguous(x) else None
 
 
-@op(cost=Cost.POINTWISE, shapes=_shapes)
+def _example(draw, before: int = 1) -> list:
+    return [*(draw.hidden() for _ in range(before)), draw.normal(draw.width), 1e-6, 0.0, True]
+
+
+@op(cost=Cost.POINTWISE, shapes=_shapes, example=_example)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * (offset + weight), over the last dimension (arXiv:1910.07467).
 
@@ -87,7 +93,7 @@ def _sum_shapes(
     return None if normed is None else (normed, x.new_empty(x.shape))
 
 
-@op(cost=Cost.POINTWISE, shapes=_sum_shapes)
+@op(cost=Cost.POINTWISE, shapes=_sum_shapes, example=partial(_example, before=2))
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
 ) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,13 @@ LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 POWERS = (*(2.0 ** (exponent - 127) for exponent in range(255)), math.inf)
 
 
-@op(cost=Cost.POINTWISE)
+def _example(draw) -> list:
+    rows, columns = 6, 96
+    exponents = draw.codes(rows * columns // 32, upto=8) + 120
+    return [draw.codes(rows * columns // 2), exponents, rows, columns, draw.dtype]
+
+
+@op(cost=Cost.POINTWISE, example=_example)
 def dequantize_mxfp4(packed: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """Return a weight from its MXFP4 codes, with the values of transformers' own dequantisation (arXiv:2310.10537).
 

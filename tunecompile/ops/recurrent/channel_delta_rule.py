@@ -20,7 +20,7 @@ from tunecompile.ops.recurrent.delta_chunks import (
     out_of_chunks,
     unit,
 )
-from tunecompile.ops.recurrent.gated_delta_rule import documents_in, refuse
+from tunecompile.ops.recurrent.gated_delta_rule import documents_in, example, refuse
 
 AT_ONCE = 1 << 26  #: elements of the largest intermediate value: heads are computed in groups
 
@@ -32,7 +32,12 @@ def _groups(q: Tensor) -> Iterator[slice]:
     return (slice(begin, min(begin + size, heads)) for begin in range(0, heads, size))
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
+def _example(draw) -> list:
+    q, k, v, _, *rest = example(draw)
+    return [q, k, v, -draw.normal(*q.shape, dtype=torch.float32).abs() * 0.1, *rest]
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True, example=_example)
 def channel_delta_rule(
     q: Tensor,
     k: Tensor,

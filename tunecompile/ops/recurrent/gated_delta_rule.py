@@ -97,7 +97,14 @@ def _inside(chunks: Chunks, grad, states, written, grad_states, grad_written) ->
     return dq, dk, beta * missing, d_total.flip(-1).cumsum(-1).flip(-1), dbeta
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
+def example(draw) -> list:
+    """Return arguments of a call on a chunk and a half."""
+    q, k, v = (draw.normal(1, 96, 2, 64) for _ in range(3))
+    decay, beta = (draw.normal(1, 96, 2, dtype=torch.float32) for _ in range(2))
+    return [q, k, v, -decay.abs() * 0.1, beta.sigmoid().to(draw.dtype), None, None, 0.125, 1e-6]
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True, example=example)
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,

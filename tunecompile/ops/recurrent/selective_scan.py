@@ -41,7 +41,14 @@ def _of_tokens(x: Tensor, tokens: int) -> Tensor:
     return x.flatten(1, 2)[:, :tokens]
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
+def _example(draw) -> list:
+    """Two chunks and a half; more channels than one block of a program."""
+    x, b, c = draw.normal(1, 80, 12), draw.normal(1, 80, 4), draw.normal(1, 80, 4)
+    dt, a = draw.normal(1, 80, 12).abs(), draw.normal(12, 4, dtype=torch.float32)
+    return [x, dt, -a.abs(), b, c, None, None]
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True, example=_example)
 def selective_scan(
     x: Tensor,
     dt: Tensor,

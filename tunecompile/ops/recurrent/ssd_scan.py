@@ -22,7 +22,14 @@ def backward_flops(grad, grad_final, c, b, x, *_: Any) -> int:
     return 3 * forward_flops(c, b, x)
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True)
+def _example(draw) -> list:
+    """A chunk and a half, and two heads that share keys."""
+    c, b, x = draw.normal(1, 96, 1, 64), draw.normal(1, 96, 1, 64, scale=0.1), draw.normal(1, 96, 2, 64)
+    decay, dt = (draw.normal(1, 96, 2, dtype=torch.float32).abs() for _ in range(2))
+    return [c, b, x, -decay * 0.1, dt, None, None]
+
+
+@op(cost=Cost.MATMUL, flops=forward_flops, opaque=True, example=_example)
 def ssd_scan(
     c: Tensor,
     b: Tensor,
