@@ -46,11 +46,7 @@ def block_scale(
 @triton.jit
 def _write_weights(
     pid,
-    packed,
-    absmax,
-    absmax_code,
-    absmax_scale,
-    absmax_offset,
+    weight,  # packed, absmax, and code, scale and offset of the latter
     out,
     row0,
     n_words,
@@ -63,6 +59,7 @@ def _write_weights(
     PER_WORD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    packed, absmax, absmax_code, absmax_scale, absmax_offset = weight
     if PER_WORD == 8:
         word = (pid * BLOCK + tl.arange(0, BLOCK)).to(tl.uint32)  # 32 bits reach 2^34 weights; unsigned divides cheaper
     else:
@@ -90,8 +87,7 @@ def _write_weights(
 @triton.jit
 def _write_ranks(
     pid,
-    b,
-    stride_b,
+    adapter,  # B and its stride
     out,
     row0,
     n_rows,
@@ -104,6 +100,7 @@ def _write_ranks(
     SCALE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    b, stride_b = adapter
     row = pid * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, RANKS_POW2)
     mask = (row < n_rows)[:, None] & (column < RANKS)[None, :]
@@ -178,38 +175,32 @@ def dequantize_kernel(
 ):
     """Programs below ``main3`` unpack weights into columns 0..K; the others write [0 | FACTOR * B | 0] beside them."""
     pid = tl.program_id(0)
-    if pid < main1:
-        _write_weights(
-            *(pid, packed0, absmax0, code0, scale0, offset0, out, row0, words0),
-            *(K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK),
-        )
-    if COUNT > 1:
-        if (pid >= main1) & (pid < main2):
+    weights = (
+        (packed0, absmax0, code0, scale0, offset0),
+        (packed1, absmax1, code1, scale1, offset1),
+        (packed2, absmax2, code2, scale2, offset2),
+    )
+    first, words, ends = (row0, row1, row2), (words0, words1, words2), (0, main1, main2, main3)
+    for i in tl.static_range(COUNT):
+        if (pid >= ends[i]) & (pid < ends[i + 1]):
             _write_weights(
-                *(pid - main1, packed1, absmax1, code1, scale1, offset1, out, row1, words1),
-                *(K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK),
-            )
-    if COUNT > 2:
-        if (pid >= main2) & (pid < main3):
-            _write_weights(
-                *(pid - main2, packed2, absmax2, code2, scale2, offset2, out, row2, words2),
+                *(pid - ends[i], weights[i], out, first[i], words[i]),
                 *(K, LDO, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PER_WORD, BLOCK),
             )
     if RANKS > 0:
         extra = pid - main3
-        if (extra >= 0) & (extra < extra1):
-            _write_ranks(
-                extra, b0, stride_b0, out, row0, rows0, K, LDO, RANKS, RANKS_POW2, RANK0, FIRST0, FACTOR0, EXTRA_ROWS
-            )
-        if COUNT > 1:
-            if (extra >= extra1) & (extra < extra2):
+        adapters, rows, begins = (
+            ((b0, stride_b0), (b1, stride_b1), (b2, stride_b2)),
+            (rows0, rows1, rows2),
+            (0, extra1, extra2),
+        )
+        for i in tl.static_range(COUNT):
+            mine = extra >= begins[i]
+            if i < 2:
+                mine = mine & (extra < begins[i + 1])
+            if mine:
                 _write_ranks(
-                    *(extra - extra1, b1, stride_b1, out, row1, rows1),
-                    *(K, LDO, RANKS, RANKS_POW2, RANK1, FIRST1, FACTOR1, EXTRA_ROWS),
-                )
-        if COUNT > 2:
-            if extra >= extra2:
-                _write_ranks(
-                    *(extra - extra2, b2, stride_b2, out, row2, rows2),
-                    *(K, LDO, RANKS, RANKS_POW2, RANK2, FIRST2, FACTOR2, EXTRA_ROWS),
+                    *(extra - begins[i], adapters[i], out, first[i], rows[i], K, LDO, RANKS, RANKS_POW2),
+                    *((RANK0, RANK1, RANK2)[i], (FIRST0, FIRST1, FIRST2)[i], (FACTOR0, FACTOR1, FACTOR2)[i]),
+                    EXTRA_ROWS,
                 )

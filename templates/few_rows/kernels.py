@@ -35,24 +35,13 @@ def _scale(
 def _times_weight(
     tile,  # of the weight's rows
     x,
-    packed,
-    absmax,
-    code,
-    scale,
-    offset,
+    weight,  # packed, absmax, code, scale, offset
     parts,
     column,
     part,
     rows,
     columns,
-    t0,
-    t1,
-    t2,
-    t3,
-    t4,
-    t5,
-    t6,
-    t7,
+    tables,
     K: tl.constexpr,
     LENGTH: tl.constexpr,
     BLOCKSIZE: tl.constexpr,
@@ -64,6 +53,7 @@ def _times_weight(
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    packed, absmax, code, scale, offset = weight
     n = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
     row = tl.arange(0, ROWS)
     there = (row < rows)[None, :]
@@ -78,7 +68,7 @@ def _times_weight(
     x += row[None, :].to(tl.int64) * K + tl.arange(0, 64)[:, None]
     total = tl.zeros([TILE, ROWS], tl.float32)
     for k in range(begin, begin + LENGTH, STEP):
-        levels = levels_of(tl.load(words + k // 8), t0, t1, t2, t3, t4, t5, t6, t7, FP4, PERMUTE)
+        levels = levels_of(tl.load(words + k // 8), *tables, FP4, PERMUTE)
         x0 = tl.load(x + k, mask=there, other=0.0)
         x1 = tl.load(x + k + 64, mask=there, other=0.0)
         # [TILE, block, thread, its half, e, h, j] in the order of the product's columns
@@ -195,106 +185,18 @@ def product_kernel(
     tile = tl.program_id(0) - before
     part = tl.program_id(1)
     column = tile * TILE
-    if (tile >= 0) & (tile < tiles0):
-        _times_weight(
-            tile,
-            x,
-            packed0,
-            absmax0,
-            code0,
-            scale0,
-            offset0,
-            parts,
-            column,
-            part,
-            rows,
-            columns,
-            t0,
-            t1,
-            t2,
-            t3,
-            t4,
-            t5,
-            t6,
-            t7,
-            K,
-            LENGTH,
-            BLOCKSIZE,
-            ABSMAX_BLOCK,
-            NESTED,
-            FP4,
-            PERMUTE,
-            TILE,
-            STEP,
-            ROWS,
-        )
-    if COUNT > 1:
-        if (tile >= tiles0) & (tile < tiles1):
+    weights = (
+        (packed0, absmax0, code0, scale0, offset0),
+        (packed1, absmax1, code1, scale1, offset1),
+        (packed2, absmax2, code2, scale2, offset2),
+    )
+    begins, ends = (0, tiles0, tiles1), (tiles0, tiles1, tiles2)
+    for i in tl.static_range(COUNT):
+        if (tile >= begins[i]) & (tile < ends[i]):
             _times_weight(
-                tile - tiles0,
-                x,
-                packed1,
-                absmax1,
-                code1,
-                scale1,
-                offset1,
-                parts,
-                column,
-                part,
-                rows,
-                columns,
-                t0,
-                t1,
-                t2,
-                t3,
-                t4,
-                t5,
-                t6,
-                t7,
-                K,
-                LENGTH,
-                BLOCKSIZE,
-                ABSMAX_BLOCK,
-                NESTED,
-                FP4,
-                PERMUTE,
-                TILE,
-                STEP,
-                ROWS,
-            )
-    if COUNT > 2:
-        if (tile >= tiles1) & (tile < tiles2):
-            _times_weight(
-                tile - tiles1,
-                x,
-                packed2,
-                absmax2,
-                code2,
-                scale2,
-                offset2,
-                parts,
-                column,
-                part,
-                rows,
-                columns,
-                t0,
-                t1,
-                t2,
-                t3,
-                t4,
-                t5,
-                t6,
-                t7,
-                K,
-                LENGTH,
-                BLOCKSIZE,
-                ABSMAX_BLOCK,
-                NESTED,
-                FP4,
-                PERMUTE,
-                TILE,
-                STEP,
-                ROWS,
+                *(tile - begins[i], x, weights[i], parts, column, part, rows, columns),
+                *((t0, t1, t2, t3, t4, t5, t6, t7), K, LENGTH, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PERMUTE),
+                *(TILE, STEP, ROWS),
             )
     if RANK0 > 0 and tile < 0:
         piece = tl.program_id(0) * tl.num_programs(1) + part
