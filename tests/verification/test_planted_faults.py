@@ -133,8 +133,8 @@ PLANTED = {
         ("gradient of another row", "spread(grad, order, choices)", "spread(grad, places, choices)"),
     ],
     "delta rule": [
-        ("lost decay of what enters", "made = chunks.entering * (chunks.q", "made = (chunks.q"),
-        ("gradient without the final state's", "chunks.walk_back(grad, grad_final.to(grad.dtype))", "chunks.walk_back(grad, 0 * grad_final.to(grad.dtype))"),
+        ("lost decay of what enters", "(chunks.entering * chunks.q) @", "chunks.q @"),
+        ("gradient without the final state's", "(incoming, grad_final[:, heads]", "(incoming, 0 * grad_final[:, heads]"),
         ("one of the pairs' gradients", "+ by_system @ k + by_system.mT @ k", "+ by_system @ k"),
         ("lost share of the end's decay", "d_last = d_end.sum((-1, -2)) + ", "d_last = "),
         ("lost scale in the gradient", "unit_q.gradient(dq * scale)", "unit_q.gradient(dq)"),
@@ -144,8 +144,8 @@ PLANTED = {
         ("lost scale in the gradient", "unit_q.gradient(dq * scale)", "unit_q.gradient(dq)"),
     ],
     "state space": [
-        ("a delta", "return delta_chunks(c, b, x, g, dt, initial, offsets, 1.0, 0.0, False)", "return delta_chunks(c, b, x, g, dt, initial, offsets, 1.0, 0.0, True)"),
-        ("a delta in the gradient", "delta_chunks_backward(grad, grad_final, c, b, x, g, dt, initial, offsets, 1.0, 0.0, False)", "delta_chunks_backward(grad, grad_final, c, b, x, g, dt, initial, offsets, 1.0, 0.0, True)"),
+        ("a delta", "forward(_CHUNKS, ALL", "forward(Chunks.of, ALL"),
+        ("a delta in the gradient", "backward(_CHUNKS, ALL", "backward(Chunks.of, ALL"),
     ],
     "selective scan": [
         ("lost states", "chunks.outputs(states)", "chunks.outputs(0 * states)"),

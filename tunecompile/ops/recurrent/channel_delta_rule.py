@@ -6,20 +6,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, op
 from tunecompile.notes import Note, note
-from tunecompile.ops.norms.rms_norm import compute_dtype
 from tunecompile.ops.recurrent.channel_chunks import BLOCK, ChannelChunks
-from tunecompile.ops.recurrent.delta_chunks import (
-    CHUNK,
-    backward_flops,
-    chunks_of,
-    forward_flops,
-    in_chunks,
-    out_of_chunks,
-    unit,
-)
+from tunecompile.ops.recurrent.delta_chunks import CHUNK, backward, backward_flops, forward, forward_flops, unit
 from tunecompile.ops.recurrent.gated_delta_rule import documents_in, example, refuse
 
 AT_ONCE = 1 << 26  #: elements of the largest intermediate value: heads are computed in groups
@@ -63,16 +53,7 @@ def channel_delta_rule(
         (o, final): [B, T, H, V] in q's dtype, and the state after the last token, [B, H, K, V] in that of the
         arithmetic.
     """
-    final = q.new_empty((q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=compute_dtype(q.dtype))
-    made = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
-    if is_fake(q):
-        return made, final
-    for heads in _groups(q):
-        chunks, _, _ = chunks_of(ChannelChunks.of, *(x[:, :, heads] for x in (q, k, v, g, beta)), offsets, scale, eps)
-        states, written, last = chunks.walk(None if initial is None else initial[:, heads])
-        value = (chunks.entering * chunks.q) @ states + chunks.scores() @ written
-        made[:, :, heads], final[:, heads] = out_of_chunks(value, *v[:, :, heads].shape[1:3]), last
-    return made, final
+    return tuple(forward(ChannelChunks.of, _groups(q), q, k, v, g, beta, initial, offsets, scale, eps))
 
 
 def _refuse(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> Note | None:
@@ -107,22 +88,7 @@ def channel_delta_rule_backward(grad, grad_final, q, k, v, g, beta, initial, off
     Returns:
         [dq, dk, dv, dg, dbeta, dinitial], with shape and dtype of the inputs.
     """
-    like = (q, k, v, g, beta)
-    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
-    d_initial = torch.empty_like(grad_final if initial is None else initial, memory_format=torch.contiguous_format)
-    if is_fake(q):
-        return [*made, d_initial]
-    for heads in _groups(q):
-        operands = (x[:, :, heads] for x in like)
-        chunks, unit_q, unit_k = chunks_of(ChannelChunks.of, *operands, offsets, scale, eps)
-        incoming = in_chunks(grad[:, :, heads], chunks.q.shape[1])
-        states, written, _ = chunks.walk(None if initial is None else initial[:, heads])
-        grad_states, grad_written, first = chunks.walk_back(incoming, grad_final[:, heads].to(incoming.dtype))
-        dq, dk, dv, dg, dbeta = chunks.gradients(incoming, states, written, grad_states, grad_written)
-        for x, dx in zip(made, (unit_q.gradient(dq * scale), unit_k.gradient(dk), dv, dg, dbeta)):
-            x[:, :, heads] = out_of_chunks(dx, q.shape[1], dx.shape[1])
-        d_initial[:, heads] = first
-    return [*made, d_initial]
+    return backward(ChannelChunks.of, _groups(q), grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps)
 
 
 @channel_delta_rule_backward.provider(

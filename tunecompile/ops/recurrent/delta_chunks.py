@@ -14,19 +14,20 @@ edges of a chunk, are 0 across documents. So chunks do not depend on documents, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ops.norms.rms_norm import compute_dtype
 from tunecompile.ops.recurrent.documents import document_of
 
 CHUNK = 64  #: tokens; states are as many as chunks, and products inside a chunk grow by its size
-_Made = TypeVar("_Made")
+ALL = (slice(None),)  #: heads at once
 
 
 def forward_flops(q, k, v, *_: Any) -> int:
@@ -195,13 +196,81 @@ class Chunks:
             return grad_final.new_zeros(*grad.shape[:3], *grad_final.shape[2:]), inside, state
         return torch.stack(states[::-1], 2), torch.stack(written[::-1], 2), state
 
+    def gradients(
+        self, grad: Tensor, states: Tensor, written: Tensor, grad_states: Tensor, grad_written: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Gradients of the operands, from those of outputs, states and new values: (dq, dk, dv, dg, dbeta)."""
+        q, k, v, beta = self.q, self.k, self.v, self.beta
+        entering, leaving, through, pairs = self.entering, self.leaving, self.through, self.pairs
+        missing = self.solve_transposed(grad_written)  # of r, which is weighted by beta
+        to_q, to_end = grad @ states.mT, written @ grad_states.mT
+        by_score = grad @ written.mT * pairs
+        dq = entering * to_q + by_score @ k
+        dk = leaving * to_end + by_score.mT @ q
+        dbeta = (missing * v).sum(-1)
+        # of running sums of log decays
+        d_pairs = by_score * (q @ k.mT)
+        d_end = leaving * (to_end * k).sum(-1, keepdim=True)
+        d_entering = to_q * q
+        if self.system is not None:
+            to_k, products = missing @ states.mT, k @ k.mT
+            by_system = (-missing @ written.mT).tril(-1) * pairs
+            dbeta = dbeta - (entering * to_k * k).sum(-1) + (by_system * products).sum(-1)
+            by_system = by_system * beta
+            dk = dk - beta * entering * to_k + by_system @ k + by_system.mT @ k
+            d_pairs = d_pairs + by_system * products
+            d_entering = d_entering - beta * to_k * k
+        d_total = d_pairs.sum(-1) - d_pairs.sum(-2)
+        d_total = d_total + (entering * d_entering.sum(-1, keepdim=True) - d_end).squeeze(-1)
+        d_last = d_end.sum((-1, -2)) + through.flatten(-3) * (states * grad_states).sum((-1, -2))
+        d_total = torch.cat([d_total[..., :-1], d_total[..., -1:] + d_last.unsqueeze(-1)], -1)
+        return dq, dk, beta * missing, d_total.flip(-1).cumsum(-1).flip(-1), dbeta
+
 
 def chunks_of(
-    make: Callable[..., _Made], q, k, v, g, beta, offsets, scale: float, eps: float
-) -> tuple[_Made, Unit, Unit]:
+    make: Callable[..., Chunks], q, k, v, g, beta, offsets, scale: float, eps: float
+) -> tuple[Chunks, Unit, Unit]:
     """Return (what `make` makes of operands in chunks and documents, q and k of length 1)."""
     heads = v.shape[2]
     documents = None if offsets is None else document_of(offsets, q.shape[1])
     unit_q, unit_k = (unit(in_chunks(x, heads), eps) for x in (q, k))
     v, g, beta = (in_chunks(x, heads) for x in (v, g, beta))
     return make(unit_q.value * scale, unit_k.value, v, g, beta, documents), unit_q, unit_k
+
+
+def forward(make: Callable[..., Chunks], groups: Iterable[slice], q, k, v, g, beta, initial, *rest) -> list[Tensor]:
+    """Return [o, final] of a delta rule: all chunks at once, and a loop over their states (arXiv:2406.06484).
+
+    Args:
+        make: of the chunks' values, as `Chunks.of`.
+        groups: heads that are computed at once.
+        q, k, v, g, beta, initial, rest: inputs of the op.
+    """
+    final = q.new_empty((q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=compute_dtype(q.dtype))
+    made = torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format)
+    for heads in () if is_fake(q) else groups:
+        chunks, _, _ = chunks_of(make, *(x[:, :, heads] for x in (q, k, v, g, beta)), *rest)
+        states, written, last = chunks.walk(None if initial is None else initial[:, heads])
+        value = (chunks.entering * chunks.q) @ states + chunks.scores() @ written
+        made[:, :, heads], final[:, heads] = out_of_chunks(value, *v[:, :, heads].shape[1:3]), last
+    return [made, final]
+
+
+def backward(
+    make: Callable[..., Chunks], groups: Iterable[slice], grad, grad_final, q, k, v, g, beta, initial, *rest
+) -> list[Tensor]:
+    """Return the gradients of `forward`: [dq, dk, dv, dg, dbeta, dinitial], in shapes and dtypes of the inputs."""
+    like, scale = (q, k, v, g, beta), rest[1]
+    made = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
+    d_initial = torch.empty_like(grad_final if initial is None else initial, memory_format=torch.contiguous_format)
+    for heads in () if is_fake(q) else groups:
+        chunks, unit_q, unit_k = chunks_of(make, *(x[:, :, heads] for x in like), *rest)
+        incoming = in_chunks(grad[:, :, heads], chunks.q.shape[1])
+        states, written, _ = chunks.walk(None if initial is None else initial[:, heads])
+        grad_states, grad_written, first = chunks.walk_back(incoming, grad_final[:, heads].to(incoming.dtype))
+        dq, dk, dv, dg, dbeta = chunks.gradients(incoming, states, written, grad_states, grad_written)
+        for x, dx in zip(made, (unit_q.gradient(dq * scale), unit_k.gradient(dk), dv, dg, dbeta)):
+            part = x[:, :, heads]
+            part.copy_(out_of_chunks(dx, *part.shape[1:3]))
+        d_initial[:, heads] = first
+    return [*made, d_initial]

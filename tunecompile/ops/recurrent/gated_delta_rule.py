@@ -1,6 +1,5 @@
 """The gated delta rule (Yang et al., 2024, arXiv:2412.06464): a decaying state whose value for a key is corrected."""
 
-from functools import partial
 from typing import Optional
 
 import torch
@@ -8,93 +7,12 @@ from torch import Tensor
 
 from tunecompile._torch import known_bugs
 from tunecompile._torch.card import AMPERE, compiled_for, older_than
-from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
 from tunecompile.notes import Note, note
-from tunecompile.ops.norms.rms_norm import compute_dtype
-from tunecompile.ops.recurrent.delta_chunks import (
-    Chunks,
-    backward_flops,
-    chunks_of,
-    forward_flops,
-    in_chunks,
-    out_of_chunks,
-    unit,
-)
+from tunecompile.ops.recurrent.delta_chunks import ALL, Chunks, backward, backward_flops, forward, forward_flops, unit
 from tunecompile.ops.recurrent.documents import document_of
 
 LONGEST_KEY = 256  #: of the template, which holds columns of the state in registers
-
-
-def delta_chunks(q, k, v, g, beta, initial, offsets, scale, eps, delta: bool) -> tuple[Tensor, Tensor]:
-    """Return what `gated_delta_rule` does: all chunks at once, and a loop over their states (arXiv:2406.06484).
-
-    delta: whether the value that the state holds for a key is subtracted; False for `ssd_scan`.
-    """
-    wide = compute_dtype(q.dtype)
-    if is_fake(q):
-        return torch.empty_like(v, dtype=q.dtype, memory_format=torch.contiguous_format), q.new_empty(
-            (q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=wide
-        )
-    chunks, _, _ = chunks_of(partial(Chunks.of, delta=delta), q, k, v, g, beta, offsets, scale, eps)
-    states, written, final = chunks.walk(initial)
-    made = chunks.entering * (chunks.q @ states) + chunks.scores() @ written
-    return out_of_chunks(made, q.shape[1], v.shape[2]).to(q.dtype).contiguous(), final.clone()
-
-
-def delta_chunks_backward(
-    grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps, delta: bool
-) -> list[Tensor]:
-    """Return what `gated_delta_rule_backward` does, in chunks (arXiv:2406.06484)."""
-    like = (q, k, v, g, beta)
-    if is_fake(q):
-        return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*like, _initial(initial, q, v))]
-    heads = v.shape[2]
-    make = partial(Chunks.of, delta=delta)
-    chunks, unit_q, unit_k = chunks_of(make, q, k, v, g, beta, offsets, scale, eps)
-    grad = in_chunks(grad, heads)
-    states, written, _ = chunks.walk(initial)
-    grad_states, grad_written, d_initial = chunks.walk_back(grad, grad_final.to(grad.dtype))
-    dq, dk, dv, dg, dbeta = _inside(chunks, grad, states, written, grad_states, grad_written)
-    made = (unit_q.gradient(dq * scale), unit_k.gradient(dk), dv, dg, dbeta)
-    outputs = [out_of_chunks(x, q.shape[1], t.shape[2]).to(t.dtype).contiguous() for x, t in zip(made, like)]
-    return [*outputs, d_initial.to(_initial(initial, q, v).dtype).clone()]
-
-
-def _initial(initial: Tensor | None, q: Tensor, v: Tensor) -> Tensor:
-    """A tensor of the shape and dtype of the initial state's gradient."""
-    if initial is not None:
-        return initial
-    return q.new_empty((q.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=compute_dtype(q.dtype))
-
-
-def _inside(chunks: Chunks, grad, states, written, grad_states, grad_written) -> tuple[Tensor, ...]:
-    """Gradients of the operands within chunks, from those of states and new values: (dq, dk, dv, dg, dbeta)."""
-    q, k, v, beta = chunks.q, chunks.k, chunks.v, chunks.beta
-    entering, leaving, through, pairs = chunks.entering, chunks.leaving, chunks.through, chunks.pairs
-    missing = chunks.solve_transposed(grad_written)  # of r, which is weighted by beta
-    to_q, to_end = grad @ states.mT, written @ grad_states.mT
-    by_score = grad @ written.mT * pairs
-    dq = entering * to_q + by_score @ k
-    dk = leaving * to_end + by_score.mT @ q
-    dbeta = (missing * v).sum(-1)
-    # of running sums of log decays
-    d_pairs = by_score * (q @ k.mT)
-    d_end = leaving * (to_end * k).sum(-1, keepdim=True)
-    d_entering = to_q * q
-    if chunks.system is not None:
-        to_k, products = missing @ states.mT, k @ k.mT
-        by_system = (-missing @ written.mT).tril(-1) * pairs
-        dbeta = dbeta - (entering * to_k * k).sum(-1) + (by_system * products).sum(-1)
-        by_system = by_system * beta
-        dk = dk - beta * entering * to_k + by_system @ k + by_system.mT @ k
-        d_pairs = d_pairs + by_system * products
-        d_entering = d_entering - beta * to_k * k
-    d_total = d_pairs.sum(-1) - d_pairs.sum(-2)
-    d_total = d_total + (entering * d_entering.sum(-1, keepdim=True) - d_end).squeeze(-1)
-    d_last = d_end.sum((-1, -2)) + through.flatten(-3) * (states * grad_states).sum((-1, -2))
-    d_total = torch.cat([d_total[..., :-1], d_total[..., -1:] + d_last.unsqueeze(-1)], -1)
-    return dq, dk, beta * missing, d_total.flip(-1).cumsum(-1).flip(-1), dbeta
 
 
 def example(draw) -> list:
@@ -134,7 +52,7 @@ def gated_delta_rule(
         (o, final): [B, T, H, V] in q's dtype, and the state after the last token, [B, H, K, V] in that of the
         arithmetic.
     """
-    return delta_chunks(q, k, v, g, beta, initial, offsets, scale, eps, True)
+    return tuple(forward(Chunks.of, ALL, q, k, v, g, beta, initial, offsets, scale, eps))
 
 
 def refuse(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> Note | None:
@@ -185,7 +103,7 @@ def gated_delta_rule_backward(grad, grad_final, q, k, v, g, beta, initial, offse
     Returns:
         [dq, dk, dv, dg, dbeta, dinitial], with shape and dtype of the inputs.
     """
-    return delta_chunks_backward(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps, True)
+    return backward(Chunks.of, ALL, grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps)
 
 
 @gated_delta_rule_backward.provider(

@@ -1,5 +1,6 @@
 """Selective state spaces with one decay a head (Dao & Gu, 2024, arXiv:2405.21060): Mamba-2's scan."""
 
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -7,8 +8,10 @@ from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
 from tunecompile.notes import Note
-from tunecompile.ops.recurrent.delta_chunks import CHUNK
-from tunecompile.ops.recurrent.gated_delta_rule import delta_chunks, delta_chunks_backward, documents_in, refuse
+from tunecompile.ops.recurrent.delta_chunks import ALL, CHUNK, Chunks, backward, forward
+from tunecompile.ops.recurrent.gated_delta_rule import documents_in, refuse
+
+_CHUNKS = partial(Chunks.of, delta=False)
 
 
 def forward_flops(c, b, x, *_: Any) -> int:
@@ -54,7 +57,7 @@ def ssd_scan(
         (y, final): [B, T, H, P] in c's dtype, and the state after the last token, [B, H, N, P] in that of the
         arithmetic.
     """
-    return delta_chunks(c, b, x, g, dt, initial, offsets, 1.0, 0.0, False)
+    return tuple(forward(_CHUNKS, ALL, c, b, x, g, dt, initial, offsets, 1.0, 0.0))
 
 
 def _refuse(c: Tensor, b: Tensor, x: Tensor, initial: Tensor | None) -> Note | None:
@@ -84,7 +87,7 @@ def ssd_scan_backward(grad, grad_final, c, b, x, g, dt, initial, offsets) -> lis
     Returns:
         [dc, db, dx, dg, ddt, dinitial], with shape and dtype of the inputs.
     """
-    return delta_chunks_backward(grad, grad_final, c, b, x, g, dt, initial, offsets, 1.0, 0.0, False)
+    return backward(_CHUNKS, ALL, grad, grad_final, c, b, x, g, dt, initial, offsets, 1.0, 0.0)
 
 
 @ssd_scan_backward.provider(
