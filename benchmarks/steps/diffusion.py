@@ -17,14 +17,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart
-from benchmarks.steps.vision import SETTLED, figures, tell
+from benchmarks._steps import tell, train
 from tunecompile.cli.compare.spec import system
 from tunecompile.estimate.denoisers import CAPTION, DENOISERS, TARGETS
 
@@ -172,34 +172,20 @@ def prepare(model: nn.Module, name: str, device: str) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, given: argparse.Namespace, device: str) -> dict[str, Any]:
-    """What each step took, its tokens and loss, and how much was compiled after the first ones."""
+def steps(model: nn.Module, given: argparse.Namespace) -> Iterator[tuple[Callable[[], Tensor], int]]:
+    """The loss of each step, and its tokens: the aspects come in turn."""
     import torch
 
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=LR, fused=True)
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    sizes, before = sizes_of(given.pixels, given.buckets), compilations()
-    settled = before
-    found: dict[str, Any] = {"ms": [], "tokens": [], "losses": []}
+    sizes = sizes_of(given.pixels, given.buckets)
     for number in range(untimed(given) + timed(given)):
         height, width = size = sizes[number % len(sizes)]
         batch, target = make_batch(model, number, size, given)
-        wait()
-        begun = time.perf_counter()
-        predicted = model(**batch, return_dict=False)[0]
-        loss = torch.nn.functional.mse_loss(predicted.float(), target.float())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        found["losses"].append(loss.item())
-        wait()
-        found["ms"].append(1e3 * (time.perf_counter() - begun))
-        found["tokens"].append(given.rows * ((1 + (given.frames - 1) // 4) * height * width + given.text))
-        if number + 1 == SETTLED:
-            settled = compilations()
-    found |= {"compilations": compilations() - before, "late_compilations": compilations() - settled}
-    return found | {"trainable_parameters": sum(weight.numel() for weight in weights)}
+
+        def loss(batch: dict[str, Any] = batch, target: Tensor = target) -> Tensor:
+            predicted = model(**batch, return_dict=False)[0]
+            return torch.nn.functional.mse_loss(predicted.float(), target.float())
+
+        yield loss, given.rows * ((1 + (given.frames - 1) // 4) * height * width + given.text)
 
 
 def untimed(given: argparse.Namespace) -> int:
@@ -212,33 +198,20 @@ def timed(given: argparse.Namespace) -> int:
     return -(-given.steps // given.buckets) * given.buckets
 
 
-def compilations() -> int:
-    """How many graphs Dynamo has handed to a compiler, in this process, of whatever system."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
-
-
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """The row of one system, in this process."""
     import torch
-
-    from tunecompile.cli.compare.meters import memory_figures, reset_memory
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.backends.cuda.enable_cudnn_sdp(not given.without_cudnn)
     model = prepare(build(given, device, dtype), given.systems, device)
-    reset_memory(device)
-    try:
-        found = train(model, given, device)
-    except torch.OutOfMemoryError:
-        return {"status": "oom"}
-    if given.systems != BLOCKS and system(given.systems).engine == "tunecompile":
+    row = train(model, steps(model, given), untimed(given), LR, device)
+    if given.systems != BLOCKS and system(given.systems).engine == "tunecompile" and row["status"] == "ok":
         import tunecompile
 
         print(tunecompile.report(model))
-    return {"status": "ok", **figures(found, untimed(given)), **memory_figures(device)}
+    return row
 
 
 def run(given: argparse.Namespace, name: str, _folder: str, seconds: float) -> dict[str, Any]:

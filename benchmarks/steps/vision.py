@@ -17,15 +17,14 @@ import argparse
 import os
 import random
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart
+from benchmarks._steps import tell, train
 from tunecompile.cli.compare.spec import Job, system
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 ROWS, RANK, LR = 4, 16, 1e-4
 UNTIMED = 30  #: steps: the first compile, and each of ten sizes was there three times
-SETTLED = 2  #: steps, after which nothing should be compiled, and no step should be slow
-SLOW = 2.0  #: medians that a slow step takes
 #: height and width of images in patches, about 512x512 pixels: 144 to 400 tokens, 257 in the mean
 SIZES = ((32, 32), (24, 24), (40, 40), (28, 36), (24, 40), (34, 30), (26, 30), (38, 36), (40, 32), (26, 26))
 DRAWN = range(16, 49, 2)  #: of which heights and widths are drawn, where there are more sizes
@@ -206,44 +203,19 @@ def make_batch(config: Any, number: int, size: tuple[int, int], text: int, devic
     }
 
 
-def train(model: nn.Module, job: Job, given: argparse.Namespace) -> dict[str, Any]:
-    """What each step took, its tokens and loss, and how much was compiled after the first ones."""
-    import torch
-
+def steps(model: nn.Module, job: Job, given: argparse.Namespace) -> Iterator[tuple[Callable[[], Tensor], int]]:
+    """The loss of each step, and its tokens: the sizes come in turn."""
     from tunecompile.cli.compare.models import precision
 
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=job.lr, fused=True)
-    wait = torch.cuda.synchronize if job.device == "cuda" else lambda: None
-    sizes, config, found = sizes_of(given.sizes), model.config, {"ms": [], "tokens": [], "losses": []}
+    sizes = sizes_of(given.sizes)
     for number in range(UNTIMED + given.steps):
-        batch = make_batch(config, number, sizes[number % len(sizes)], given.text, job.device)
-        wait()
-        begun = time.perf_counter()
-        with precision(job):
-            loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        found["losses"].append(loss.item())
-        wait()
-        found["ms"].append(1e3 * (time.perf_counter() - begun))
-        found["tokens"].append(batch["input_ids"].numel())
-        if number + 1 == SETTLED:
-            found["compiled"] = compilations(model, job)
-    if job.engine == "tunecompile":
-        found["compilations"] = compilations(model, job)
-        found["late_compilations"] = found["compilations"] - found["compiled"]
-    return found | {"trainable_parameters": sum(weight.numel() for weight in weights)}
+        batch = make_batch(model.config, number, sizes[number % len(sizes)], given.text, job.device)
 
+        def loss(batch: dict[str, Tensor] = batch) -> Tensor:
+            with precision(job):
+                return model(**batch).loss
 
-def compilations(model: nn.Module, job: Job) -> int:
-    """How many graphs were compiled, where the system tells."""
-    if job.engine != "tunecompile":
-        return 0
-    import tunecompile
-
-    return tunecompile.report(model).compiles
+        yield loss, batch["input_ids"].numel()
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -253,40 +225,16 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         import unsloth  # noqa: F401
     import torch
 
-    from tunecompile.cli.compare.meters import memory_figures, reset_memory
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "bfloat16" if device == "cuda" else "float32"
     job = Job(system=given.systems, model=given.folder, mode="lora", trainer="loop", lr=LR, dtype=dtype, device=device)
     model = load(job, given.tower)
-    reset_memory(device)
-    try:
-        found = train(model, job, given)
-    except torch.OutOfMemoryError:
-        return {"status": "oom"}
-    if about.engine == "tunecompile":
+    row = train(model, steps(model, job, given), UNTIMED, LR, device)
+    if about.engine == "tunecompile" and row["status"] == "ok":
         import tunecompile
 
         print(tunecompile.report(model))
-    return {"status": "ok", **figures(found, UNTIMED), **memory_figures(device)}
-
-
-def figures(found: dict[str, Any], untimed: int) -> dict[str, Any]:
-    """A row's figures of what steps took. Those of sizes differ; tokens a second are those of all timed steps together."""
-    times, timed = found["ms"], found["ms"][untimed:]
-    step = {"median": median(timed), "min": min(timed), "max": max(timed), "mean": mean(timed)}
-    told = {key: found[key] for key in ("compilations", "late_compilations") if key in found}
-    return {
-        "repeats": len(timed),
-        "tokens_per_s": 1e3 * sum(found["tokens"][untimed:]) / sum(timed),
-        "step_ms": step,
-        "all_step_ms": times,
-        "slow_steps": sum(time > SLOW * step["median"] for time in times[SETTLED:]),
-        "first_step_s": times[0] / 1e3,
-        **told,
-        "trainable_parameters": found["trainable_parameters"],
-        "losses": found["losses"],
-    }
+    return row
 
 
 def run(given: argparse.Namespace, name: str, folder: str, seconds: float) -> dict[str, Any]:
@@ -295,12 +243,6 @@ def run(given: argparse.Namespace, name: str, folder: str, seconds: float) -> di
     command += ["--text", str(given.text), "--sizes", str(given.sizes), "--steps", str(given.steps)]
     command += ["--folder", folder, "--out", str(given.out)]
     return row_apart(command, given.logs / f"vision-{name}.log", seconds)
-
-
-def tell(row: dict[str, Any]) -> str:
-    """A row in a line."""
-    times = "{median:.1f} ms ({min:.1f} to {max:.1f})".format(**row["step_ms"])
-    return f"{times}, {row['slow_steps']} slow, first {row['first_step_s']:.1f} s, {row['peak_gib']:.1f} GiB"
 
 
 def main() -> int:
