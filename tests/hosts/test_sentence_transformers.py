@@ -3,6 +3,10 @@
 `make test-hosts HOST=sentence_transformers` runs this in an environment of its own.
 """
 
+import json
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -117,3 +121,29 @@ def test_what_is_restored_is_as_before(tmp_path):
     before = [{**vars(module)} for module in model.modules()]
     tunecompile.restore(tunecompile.optimize(model, executor="eager"))
     assert [set(vars(module)) for module in model.modules()] == [set(each) for each in before]
+
+
+@pytest.mark.parametrize("model, mode", [("qwen3-tiny", "lora"), ("xlm-roberta-tiny", "full")])
+def test_benchmark(model, mode, tmp_path, monkeypatch):
+    """Systems see the same texts by the trainer; ours compiles nothing later. (In this process.)"""
+    from benchmarks.steps import embeddings
+
+    def here(given, name, folder, *_):
+        return embeddings.measure(SimpleNamespace(**{**vars(given), "systems": name, "folder": folder}))
+
+    out = tmp_path / "steps.json"
+    command = ["embeddings.py", "--model", model, "--mode", mode, "--systems", "hf,tunecompile", "--rows", "8"]
+    monkeypatch.setattr(sys, "argv", [*command, "--length", "8", "--steps", "2", "--out", str(out)])
+    monkeypatch.setattr(embeddings, "run", here)
+    monkeypatch.setitem(embeddings.MODELS, model, still(embeddings.MODELS[model]))
+    assert embeddings.main() == 0
+    eager, ours = json.loads(out.read_text())["runs"]
+    assert eager["losses"] == pytest.approx(ours["losses"], rel=1e-3) and len(ours["losses"]) == 10
+    assert eager["trainable_parameters"] == ours["trainable_parameters"] and ours["shape"] == "8x~8"
+    assert ours["compilations"] and not ours["late_compilations"] and not eager["compilations"]
+
+
+def still(about):
+    """A model of the benchmark without dropout, whose losses are no other in each system."""
+    kind, fields = about
+    return kind, fields | ({} if kind == "qwen3" else dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
