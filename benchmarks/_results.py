@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import tempfile
 import time
@@ -71,7 +72,13 @@ def row_apart(command: Sequence[str], log: Path, seconds: float, **process: Any)
         return rows[-1] | {"spent_s": seconds} if rows else late
     rows = [*printed_rows(text.splitlines())]
     failed = not rows or rows[-1]["status"] == INCOMPLETE
-    return {"status": f"error: see {log}"} if failed else rows[-1]
+    return {"status": f"error: see {log} {last_error(log)}".strip()} if failed else rows[-1]
+
+
+def last_error(log: Path) -> str:
+    """The last line of a log that names an exception, or nothing."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line[:200] for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), "")
 
 
 def save_packed(given: argparse.Namespace, folder: str, device: str) -> None:

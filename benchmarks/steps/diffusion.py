@@ -15,6 +15,7 @@ whose names end in `-tiny` are for trials.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installati
 from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart
 from benchmarks._steps import tell, train
 from tunecompile.cli.compare.spec import system
-from tunecompile.estimate.denoisers import CAPTION, DENOISERS, TARGETS
+from tunecompile.estimate.denoisers import CAPTION, DENOISERS, FLUX, QWEN, TARGETS, WAN, arguments
 
 if TYPE_CHECKING:
     import torch
@@ -38,14 +39,11 @@ TOKEN = 16  #: pixels of a token's edge
 BLOCKS = "compile-blocks"
 #: height and width in sixteenths of an image's edge, whose product is about 256
 ASPECTS = ((16, 16), (18, 14), (14, 18), (19, 13), (13, 19), (21, 12), (12, 21), (24, 10), (10, 24), (17, 15))
-FLUX, QWEN, WAN = "FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel"
 _TINY = dict(attention_head_dim=32, num_attention_heads=2, num_layers=2)
 _TINY_IMAGES = dict(_TINY, in_channels=16, joint_attention_dim=24, axes_dims_rope=(8, 12, 12))
 #: model -> its class, and its config where that differs from the class's own
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **DENOISERS,
-    "qwen-image": (QWEN, {}),
-    "wan-2.1-1.3b": (WAN, dict(num_attention_heads=12, num_layers=30, ffn_dim=8960)),
     "flux-tiny": (FLUX, dict(_TINY_IMAGES, guidance_embeds=True, num_single_layers=2, pooled_projection_dim=20)),
     "qwen-image-tiny": (QWEN, dict(_TINY_IMAGES, out_channels=4)),
     "wan-tiny": (WAN, dict(_TINY, in_channels=4, out_channels=4, text_dim=24, ffn_dim=128)),
@@ -63,10 +61,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=1, help="images or videos of a batch")
     parser.add_argument("--text", type=int, default=CAPTION, help="tokens of a caption")
     parser.add_argument(
-        "--without-cudnn",
-        action="store_true",
-        help="of torch's kernels for attention, in all systems (on an H200 with torch 2.11 eager Flux ended in an illegal "
-        "access to memory)",
+        "--cudnn",
+        action=argparse.BooleanOptionalAction,
+        help="torch's attention by cuDNN, in all systems; by default not where torch is 2.11: diffusers' own attention ended "
+        "in an illegal access to memory there (H200)",
     )
     parser.add_argument("--systems", default=f"hf,hf-checkpoint,{BLOCKS},tunecompile")
     parser.add_argument("--steps", type=int, default=10, help="timed steps at least; each bucket is timed as often")
@@ -74,7 +72,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder for the processes' output")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # the process of one system
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.cudnn is None:
+        given.cudnn = not importlib.metadata.version("torch").startswith("2.11.")
+    return given
 
 
 def sizes_of(pixels: int, buckets: int) -> list[tuple[int, int]]:
@@ -128,31 +129,23 @@ def make_batch(model: nn.Module, number: int, size: tuple[int, int], given: argp
     """What the model is called with: noisy latents and their captions; and the velocity that is to be predicted."""
     import torch
 
-    config, kind, (height, width) = model.config, MODELS[given.model][0], size
-    rows, text, parameter = given.rows, given.text, next(model.parameters())
-    device = parameter.device
-    generator = torch.Generator(device).manual_seed(number)
+    parameter = next(model.parameters())
+    generator = torch.Generator(parameter.device).manual_seed(number)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=parameter.dtype)
+        return torch.randn(*shape, generator=generator, device=parameter.device, dtype=parameter.dtype)
 
-    time = torch.rand(rows, generator=generator, device=device)
-    if kind == WAN:  # latents have a quarter of the frames behind the first, and four to a token
-        shape: tuple[int, ...] = (rows, config.in_channels, 1 + (given.frames - 1) // 4, 2 * height, 2 * width)
-        inputs = {"timestep": 1000 * time, "encoder_hidden_states": random(rows, text, config.text_dim)}
-    else:
-        shape = (rows, height * width, config.in_channels)
-        inputs = {"timestep": time, "encoder_hidden_states": random(rows, text, config.joint_attention_dim)}
-    if kind == QWEN:
-        inputs["img_shapes"] = [[(1, height, width)]] * rows
-    if kind == FLUX:
-        places = torch.zeros(height, width, 3, device=device)
-        places[..., 1] += torch.arange(height, device=device)[:, None]
-        places[..., 2] += torch.arange(width, device=device)[None]
-        inputs |= {"img_ids": places.reshape(-1, 3), "txt_ids": torch.zeros(text, 3, device=device)}
-        inputs["pooled_projections"] = random(rows, config.pooled_projection_dim)
-        inputs["guidance"] = torch.full((rows,), 3.5, device=device)
-    return inputs | {"hidden_states": random(*shape)}, random(*shape)
+    inputs = arguments(model, given.rows, (latent_frames(given), *size), given.text, random)
+    time = torch.rand(given.rows, generator=generator, device=parameter.device)
+    inputs["timestep"] = 1000 * time if MODELS[given.model][0] == WAN else time
+    if "guidance" in inputs:
+        inputs["guidance"] = torch.full_like(time, 3.5)
+    return inputs, random(*inputs["hidden_states"].shape)
+
+
+def latent_frames(given: argparse.Namespace) -> int:
+    """A quarter of the frames behind the first one are tokens."""
+    return 1 + (given.frames - 1) // 4
 
 
 def prepare(model: nn.Module, name: str, device: str) -> nn.Module:
@@ -185,7 +178,7 @@ def steps(model: nn.Module, given: argparse.Namespace) -> Iterator[tuple[Callabl
             predicted = model(**batch, return_dict=False)[0]
             return torch.nn.functional.mse_loss(predicted.float(), target.float())
 
-        yield loss, given.rows * ((1 + (given.frames - 1) // 4) * height * width + given.text)
+        yield loss, given.rows * (latent_frames(given) * height * width + given.text)
 
 
 def untimed(given: argparse.Namespace) -> int:
@@ -204,7 +197,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    torch.backends.cuda.enable_cudnn_sdp(not given.without_cudnn)
+    torch.backends.cuda.enable_cudnn_sdp(given.cudnn)
     model = prepare(build(given, device, dtype), given.systems, device)
     row = train(model, steps(model, given), untimed(given), LR, device)
     if given.systems != BLOCKS and system(given.systems).engine == "tunecompile" and row["status"] == "ok":
@@ -220,7 +213,7 @@ def run(given: argparse.Namespace, name: str, _folder: str, seconds: float) -> d
     for option in ("model", "layers", "pixels", "buckets", "frames", "rows", "text", "steps"):
         if (value := getattr(given, option)) is not None:
             command += [f"--{option}", str(value)]
-    command += ["--without-cudnn"] * given.without_cudnn
+    command.append("--cudnn" if given.cudnn else "--no-cudnn")
     return row_apart(command, given.logs / f"diffusion-{name}.log", seconds)
 
 
@@ -233,7 +226,7 @@ def main() -> int:
     about = {"model": given.model, "mode": given.mode, "budget_gib": None, "rank": RANK, "text": given.text}
     about |= {"shape": f"{given.rows}x{'~' * (given.buckets > 1)}{given.pixels}px", "images": given.buckets}
     about |= {"frames": given.frames} if given.frames > 1 else {}
-    about |= {"attention": "without cuDNN"} if given.without_cudnn else {}
+    about |= {"attention": "cudnn" if given.cudnn else "without cuDNN"}
     about |= {"layers": given.layers} if given.layers else {}
     cases = {
         name: {"system": name, "checkpointing": name != BLOCKS and bool(system(name).checkpointing), **about}

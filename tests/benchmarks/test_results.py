@@ -37,6 +37,7 @@ def printing(*statuses: str) -> str:
     [
         (printing("first", "last"), float("inf"), "last"),
         ("raise SystemExit('why')", 60, "error: see "),
+        ("print('so far'); raise ValueError('why')", 60, "error: see "),
         ("import time; time.sleep(60)", 1, "left out: no time was left"),
         (printing("begun"), 0.5, "left out: no time was left"),
         (
@@ -46,7 +47,7 @@ def printing(*statuses: str) -> str:
         ),
         (printing("incomplete") + "; import os; os._exit(3)", 60, "error: see "),
     ],
-    ids=["rows", "fails", "takes too long", "not begun", "cut", "dies"],
+    ids=["rows", "fails", "tells why", "takes too long", "not begun", "cut", "dies"],
 )
 def test_a_process_of_its_own_gives_a_row(code, seconds, status, tmp_path, monkeypatch):
     """It always does: also where the process fails, takes longer than it may, or is not begun."""
@@ -55,6 +56,7 @@ def test_a_process_of_its_own_gives_a_row(code, seconds, status, tmp_path, monke
     row = results.row_apart([sys.executable, "-c", code], log, seconds)
     assert row["status"].startswith(status)
     assert not code.startswith("raise") or log.read_text() == "why\n"
+    assert row["status"].endswith("ValueError: why") == ("ValueError" in code)
     assert ("spent_s" in row) == (status == "incomplete")
 
 

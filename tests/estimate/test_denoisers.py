@@ -10,13 +10,19 @@ from tunecompile.planner.datasheets import find_gpu
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
-TINY = dict(num_layers=2, num_single_layers=2, attention_head_dim=32, num_attention_heads=2, in_channels=16)
-TINY |= dict(joint_attention_dim=24, pooled_projection_dim=20, axes_dims_rope=(8, 12, 12), guidance_embeds=True)
+TINY = dict(num_layers=2, attention_head_dim=32, num_attention_heads=2, in_channels=16)
+IMAGES = dict(TINY, joint_attention_dim=24, axes_dims_rope=(8, 12, 12))
+MODELS = {
+    "flux-tiny": (denoisers.FLUX, dict(IMAGES, num_single_layers=2, pooled_projection_dim=20, guidance_embeds=True)),
+    "qwen-image-tiny": (denoisers.QWEN, dict(IMAGES, out_channels=4)),
+    "wan-tiny": (denoisers.WAN, dict(TINY, out_channels=4, text_dim=24, ffn_dim=128)),
+}
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    monkeypatch.setitem(denoisers.DENOISERS, "flux-tiny", ("FluxTransformer2DModel", TINY))
+    for name, about in MODELS.items():
+        monkeypatch.setitem(denoisers.DENOISERS, name, about)
 
 
 @pytest.mark.parametrize("mode", ["qlora", "lora", "full"])
@@ -32,10 +38,10 @@ def test_what_is_trained_and_in_nf4(mode):
     assert bool(packed) == (mode == "qlora")
 
 
-def test_a_plan_of_an_image():
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_of_an_image(name):
     small, large = (
-        multi_gpu.plan(Question("flux-tiny", "lora", 1, length, find_gpu("h200"), gpus=2, rank=4))
-        for length in (64, 256)
+        multi_gpu.plan(Question(name, "lora", 1, length, find_gpu("h200"), gpus=2, rank=4)) for length in (64, 256)
     )
     assert [engine.engine for engine in small.engines] == ["one GPU", "DDP", "FSDP2"]
     assert 0 < small.engines[0].activations < large.engines[0].activations

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +13,13 @@ from torch import Tensor, nn
 
 from tunecompile.errors import MissingExtra
 
+FLUX, QWEN, WAN = "FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel"
 #: name -> its class in diffusers, and its config where that differs from the class's own
-DENOISERS: dict[str, tuple[str, dict[str, Any]]] = {"flux.1-dev": ("FluxTransformer2DModel", {"guidance_embeds": True})}
+DENOISERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "flux.1-dev": (FLUX, {"guidance_embeds": True}),
+    "qwen-image": (QWEN, {}),
+    "wan-2.1-1.3b": (WAN, {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}),
+}
 #: linears of blocks that get adapters, as diffusers' LoRA scripts have them
 TARGETS = (
     *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
@@ -33,22 +41,43 @@ class Denoiser(nn.Module):
     get_output_embeddings = get_input_embeddings  # nor a head
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the prediction [rows, length, channels]. tokens: [rows, length], of which the shape counts alone."""
-        (rows, length), config = tokens.shape, self.transformer.config
+        """Return the prediction. tokens: [rows, length], of which the shape counts alone."""
+        rows, length = tokens.shape
+        height = next(side for side in range(math.isqrt(length), 0, -1) if length % side == 0)
 
         def blank(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=self.dtype, device=tokens.device)
 
-        return self.transformer(
-            hidden_states=blank(rows, length, config.in_channels),
-            encoder_hidden_states=blank(rows, CAPTION, config.joint_attention_dim),
-            pooled_projections=blank(rows, config.pooled_projection_dim),
-            timestep=blank(rows),
-            guidance=blank(rows),
-            img_ids=blank(length, 3),
-            txt_ids=blank(CAPTION, 3),
-            return_dict=False,
-        )[0]
+        given = arguments(self.transformer, rows, (1, height, length // height), CAPTION, blank)
+        return self.transformer(**given, return_dict=False)[0]
+
+
+def arguments(
+    transformer: nn.Module, rows: int, grid: tuple[int, int, int], caption: int, make: Callable[..., Tensor]
+) -> dict[str, Any]:
+    """Return what a transformer of a class of `DENOISERS` is called with, by name.
+
+    Args:
+        transformer: of diffusers, with its `config`.
+        rows: images or videos.
+        grid: frames, height and width in tokens.
+        caption: tokens of it.
+        make: gives a tensor of a shape, on the device of the model.
+    """
+    config, kind, (frames, height, width) = transformer.config, type(transformer).__name__, grid
+    given: dict[str, Any] = {"timestep": make(rows)}
+    if kind == WAN:
+        _, down, across = config.patch_size
+        given["hidden_states"] = make(rows, config.in_channels, frames, down * height, across * width)
+        return given | {"encoder_hidden_states": make(rows, caption, config.text_dim)}
+    given["hidden_states"] = make(rows, math.prod(grid), config.in_channels)
+    given["encoder_hidden_states"] = make(rows, caption, config.joint_attention_dim)
+    if kind == QWEN:
+        return given | {"img_shapes": [[grid]] * rows}
+    places = [torch.arange(size, device=given["timestep"].device) for size in grid]
+    given["img_ids"] = torch.cartesian_prod(*places).float()
+    given["txt_ids"] = torch.zeros_like(given["img_ids"])[:1].repeat(caption, 1)
+    return given | {"pooled_projections": make(rows, config.pooled_projection_dim), "guidance": make(rows)}
 
 
 def denoiser(name: str, dtype: torch.dtype) -> Denoiser:
@@ -64,4 +93,10 @@ def denoiser(name: str, dtype: torch.dtype) -> Denoiser:
     kind, changes = DENOISERS[name]
     with torch.device("meta"):
         made = getattr(diffusers, kind)(**changes)
+    for module in made.modules():
+        if any(
+            isinstance(value, Tensor) for value in vars(module).values()
+        ):  # tables of positions, which are no buffers
+            of = {name: vars(module)[name] for name in inspect.signature(type(module)).parameters}
+            module.__init__(**of)  # again: they have to have values
     return Denoiser(nn.Module.to(made, dtype).requires_grad_(False), dtype)  # diffusers' own `to` warns
