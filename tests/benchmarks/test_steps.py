@@ -319,6 +319,31 @@ def test_steps_of_a_diffusion_transformer(model, mode, kinds, tmp_path, monkeypa
     assert (ours["compilations"], ours["late_compilations"]) == (kinds, 0)
 
 
+@pytest.mark.parametrize("model, kinds", [("vit-tiny", 1), pytest.param("whisper-tiny", 2, marks=pytest.mark.slow)])
+def test_steps_of_encoders(model, kinds, tmp_path, monkeypatch):
+    """Systems see the same batches of one size. (In this process.)"""
+    pytest.importorskip("peft")
+    import tunecompile
+    from benchmarks.steps import encoders
+    from tunecompile.cli.compare import models
+
+    def apply(model, job):
+        return tunecompile.optimize(model, executor="eager") if job.engine == "tunecompile" else model
+
+    def here(given, name, *_):
+        return encoders.measure(SimpleNamespace(**{**vars(given), "systems": name}))
+
+    out = tmp_path / "steps.json"
+    monkeypatch.setattr(encoders, "run", here)
+    monkeypatch.setattr(models, "apply_system", apply)
+    command = ["encoders.py", "--model", model, "--systems", "hf,hf-checkpoint,tunecompile", "--text", "8"]
+    monkeypatch.setattr(sys, "argv", [*command, "--steps", "2", "--out", str(out)])
+    assert encoders.main() == 0
+    eager, checkpointed, ours = json.loads(out.read_text())["runs"]
+    assert eager["losses"] == pytest.approx(ours["losses"], rel=1e-3) == checkpointed["losses"]
+    assert (ours["compilations"], ours["late_compilations"]) == (kinds, 0) and eager["compilations"] == 0
+
+
 def test_aspects_of_images_are_ten_of_about_as_many_tokens():
     from benchmarks.steps import diffusion
 
