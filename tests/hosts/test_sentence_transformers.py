@@ -18,8 +18,13 @@ from tests.support.compare import assert_close
 from tests.support.notes import BROKEN, find
 
 pytest.importorskip("sentence_transformers")
-from sentence_transformers import SentenceTransformer, losses
-from sentence_transformers.models import Normalize, Pooling, Transformer
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+from sentence_transformers.cross_encoder.modules import LogitScore
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+from sentence_transformers.sparse_encoder.modules import SpladePooling
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=95)
@@ -36,29 +41,42 @@ def qwen3() -> nn.Module:
     return transformers.Qwen3Model(transformers.Qwen3Config(**TINY, **heads))
 
 
-def embedder(make, pooling: str, folder) -> SentenceTransformer:
+def saved(make, folder) -> str:
+    """The folder of a model, with a tokenizer of numbers that pads decoders at the left."""
     torch.manual_seed(0)
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*SPECIAL, *map(str, range(90))])}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    side = "left" if make is qwen3 else "right"
+    side = "left" if make.__name__.startswith("qwen3") else "right"
     make().save_pretrained(folder)
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", padding_side=side
     ).save_pretrained(folder)
-    chain = [Transformer(str(folder), max_seq_length=64), Pooling(32, pooling_mode=pooling), Normalize()]
+    return str(folder)
+
+
+def embedder(make, pooling: str, folder) -> SentenceTransformer:
+    chain = [Transformer(saved(make, folder), max_seq_length=64), Pooling(32, pooling_mode=pooling), Normalize()]
     return SentenceTransformer(modules=chain, device="cpu").train()
 
 
-def features(model: SentenceTransformer, seed: int) -> dict[str, Tensor]:
+def texts(seed: int) -> list[str]:
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 20, (6,), generator=draw).tolist()
-    texts = [" ".join(map(str, torch.randint(0, 90, (n,), generator=draw).tolist())) for n in lengths]
-    return model.preprocess(texts)
+    return [" ".join(map(str, torch.randint(0, 90, (n,), generator=draw).tolist())) for n in lengths]
+
+
+def of_pairs(model, loss):
+    """The loss of pairs of texts."""
+    return lambda *pair: sum_of(loss([model.preprocess(each) for each in pair], None))
+
+
+def sum_of(value: Tensor | dict[str, Tensor]) -> Tensor:
+    return sum(value.values(), torch.zeros(())) if isinstance(value, dict) else value
 
 
 def step(model: SentenceTransformer, loss, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
-    value = loss([features(model, seed), features(model, seed + 100)], None)
+    value = loss(texts(seed), texts(seed + 100))
     value.backward()
     return value.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -86,7 +104,7 @@ LOSSES = {
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses(make, loss, tmp_path):
     model = embedder(make, "lasttoken" if make is qwen3 else "mean", tmp_path)
-    report = compared(model, LOSSES[loss](model))
+    report = compared(model, of_pairs(model, LOSSES[loss](model)))
     assert find(report, "padding-removed") and not find(report, "padding-kept"), report.notes
     graphs = 1 + (loss == "cached" and make is bert)  # scores have none of their own where the model is causal
     assert {region.compiles for region in report.regions} == {graphs}, report
@@ -95,17 +113,17 @@ def test_losses(make, loss, tmp_path):
 @pytest.mark.parametrize("pooling", ["cls", "max", "weightedmean", "mean_sqrt_len_tokens"])
 def test_poolings(pooling, tmp_path):
     model = embedder(bert, pooling, tmp_path)
-    assert find(compared(model, losses.MultipleNegativesRankingLoss(model), 1), "padding-removed")
+    assert find(compared(model, of_pairs(model, losses.MultipleNegativesRankingLoss(model)), 1), "padding-removed")
 
 
 def own(model):
     """A loss that reads tokens, at padding too."""
-    return lambda given, _: sum(model(dict(each))["token_embeddings"].square().sum() for each in given)
+    return lambda *pair: sum(model(model.preprocess(each))["token_embeddings"].square().sum() for each in pair)
 
 
 def hooked(model):
     model[1].register_forward_pre_hook(lambda module, args: None)
-    return losses.MultipleNegativesRankingLoss(model)
+    return of_pairs(model, losses.MultipleNegativesRankingLoss(model))
 
 
 @pytest.mark.parametrize("make", [bert, qwen3])
@@ -114,6 +132,57 @@ def test_whoever_may_read_padding_gets_it(make, loss, tmp_path):
     model = embedder(make, "mean", tmp_path)
     report = compared(model, loss(model), 2)
     assert find(report, "padding-kept") and not find(report, "padding-removed"), report.notes
+
+
+def bert_words():
+    return transformers.BertForMaskedLM(bert().config)
+
+
+def bert_scores():
+    return transformers.BertForSequenceClassification(one_label(bert()))
+
+
+def qwen3_words():
+    return transformers.Qwen3ForCausalLM(qwen3().config)
+
+
+def qwen3_scores():
+    return transformers.Qwen3ForSequenceClassification(one_label(qwen3()))
+
+
+def one_label(model):
+    model.config.num_labels = 1
+    return model.config
+
+
+def reranked(folder, *behind, **task):
+    """A reranker's loss of pairs, and its model."""
+    chain = [Transformer(folder, **task), *behind]
+    model = CrossEncoder(modules=chain, device="cpu").train()
+    loss = BinaryCrossEntropyLoss(model)
+    return model, lambda *pair: loss([*pair], torch.arange(6) % 2)
+
+
+@pytest.mark.parametrize("behind", [(), (LogitScore(7, 8),)], ids=["score", "logits"])
+def test_rerankers_that_read_the_last_token(behind, tmp_path):
+    make, task = (qwen3_words, "text-generation") if behind else (qwen3_scores, "sequence-classification")
+    report = compared(*reranked(saved(make, tmp_path), *behind, transformer_task=task))
+    assert find(report, "padding-removed") and not find(report, "padding-kept"), report.notes
+
+
+def test_a_reranker_whose_head_is_not_known_keeps_padding(tmp_path):
+    report = compared(*reranked(saved(bert_scores, tmp_path), transformer_task="sequence-classification"), 1)
+    assert find(report, "padding-kept") and not find(report, "padding-removed"), report.notes
+
+
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+def test_sparse_embeddings(pooling, tmp_path):
+    words = Transformer(saved(bert_words, tmp_path), transformer_task="fill-mask")
+    model = SparseEncoder(modules=[words, SpladePooling(pooling)], device="cpu").train()
+    ranking = SparseMultipleNegativesRankingLoss(model)
+    loss = SpladeLoss(model, ranking, document_regularizer_weight=1e-3, query_regularizer_weight=1e-3)
+    report = compared(model, of_pairs(model, loss), 2)
+    assert find(report, "padding-removed") and not find(report, "padding-kept"), report.notes
 
 
 def test_what_is_restored_is_as_before(tmp_path):

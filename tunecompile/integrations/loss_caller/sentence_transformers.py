@@ -10,8 +10,16 @@ from torch import nn
 __all__ = ["PACKAGE", "called_by_forward", "pools_real_tokens"]
 
 PACKAGE = "sentence_transformers."
-#: classes behind a model that read tokens under the mask alone, all modes of them, and classes that read what they give
-_POOLINGS, _BEHIND = ("Pooling",), ("Normalize", "Dense", "Dropout", "LayerNorm")
+#: classes right behind a model that read real tokens alone, in all modes of theirs, and how the class of a model has to
+#: end that has a head: one that makes each token's logits of its hidden state
+_READERS = {"Pooling": "", "SpladePooling": "ForMaskedLM", "LogitScore": "ForCausalLM"}
+_BEHIND, _POOLED = (
+    ("Normalize", "Dense", "Dropout", "LayerNorm"),
+    "sentence_embedding",
+)  #: those behind, and what they read
+_READS_LAST = (
+    "GenericForSequenceClassification"  #: of transformers: the head of a class reads the last token of each row
+)
 
 
 def called_by_forward(module: nn.Module) -> nn.Module | None:
@@ -22,7 +30,8 @@ def called_by_forward(module: nn.Module) -> nn.Module | None:
 
 
 def pools_real_tokens(frames: Iterator[FrameType]) -> nn.Module | None:
-    """Return the model under way if what it gives for padding is not read: its tokens are pooled under their mask.
+    """Return the model under way if what it gives for padding is not read: its tokens are pooled under their mask, or
+    the last one of each row alone is scored.
 
     The chain of modules is sentence-transformers' own, and one of its losses has called it. None where
     that is not known.
@@ -46,17 +55,25 @@ def pools_real_tokens(frames: Iterator[FrameType]) -> nn.Module | None:
 
 
 def _is_pooled(inner: nn.Module | None, chain: nn.Sequential) -> bool:
-    """Whether a pooling stands behind a module in a chain, and only what reads that stands behind the pooling."""
+    """Whether what stands behind a module in a chain reads real tokens alone, its model's own head each by itself."""
     modules = [*chain.children()]
-    if inner is None or not any(module is inner for module in modules):
+    at = next((at for at, module in enumerate(modules) if module is inner), None)
+    if at is None:
         return False
-    behind = modules[next(at for at, module in enumerate(modules) if module is inner) + 1 :]
-    kinds = [_POOLINGS, *[_BEHIND] * (len(behind) - 1)]
-    plain = all(
-        type(module).__module__.startswith(PACKAGE)
-        and type(module).__name__ in names
+    model, behind = type(getattr(inner, "model", None)), modules[at + 1 :]
+    if not behind:
+        return any(kind.__name__ == _READS_LAST and _is_of(kind, "transformers.") for kind in model.__mro__)
+    head = _READERS.get(type(behind[0]).__name__)
+    if head is None or (head and not (_is_of(model, "transformers.") and model.__name__.endswith(head))):
+        return False
+    return all(
+        _is_of(type(module), PACKAGE)
+        and (module is behind[0] or type(module).__name__ in _BEHIND)
         and not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-        and getattr(module, "module_input_name", "sentence_embedding") == "sentence_embedding"
-        for module, names in zip(behind, kinds)
+        and getattr(module, "module_input_name", _POOLED) in (_POOLED, "causal_logits")
+        for module in behind
     )
-    return bool(behind) and plain
+
+
+def _is_of(kind: type, package: str) -> bool:
+    return kind.__module__.startswith(package)
