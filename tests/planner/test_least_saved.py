@@ -158,6 +158,15 @@ def test_a_result_of_two_values_is_recomputed_only_if_both_are_saved_anyway():
         assert joint.recomputed(made, read_in_registers=factors[:others]) == ({made} if expected else set())
 
 
+@pytest.mark.parametrize("others", range(3))
+def test_values_that_are_joined_are_saved_once(others):
+    """Attention beside an MLP before one linear: the joined value is none more where its parts are saved anyway."""
+    joint = Joint()
+    parts = joint.product(), joint(aten.mm.default, *joint.graph.find_nodes(op="placeholder")[1:3])
+    joined = joint(aten.cat.default, [*parts], -1, shape=(ROWS, 2 * WIDTH))
+    assert joint.recomputed(joined, read_in_registers=parts[:others]) == ({joined} if others else set())
+
+
 def test_bytes_count_and_not_tensors():
     """A narrow result of a wide value stays, though its value and the derivative are two tensors, too."""
     joint = Joint()

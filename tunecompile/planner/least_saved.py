@@ -50,7 +50,7 @@ def _is_elementwise(node: Node) -> bool:
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
-        and (torch.Tag.pointwise in target.tags or aten_name(target) in ("_to_copy", *_MADE))
+        and (torch.Tag.pointwise in target.tags or aten_name(target) in ("_to_copy", "cat", *_MADE))
         and node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE
     )
 
