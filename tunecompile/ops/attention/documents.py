@@ -13,7 +13,11 @@ from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
 
 
-@op(cost=Cost.POINTWISE)
+def _mask_shapes(offsets: Tensor, longest: int, total: int, *_: Any) -> Tensor:
+    return offsets.new_empty(1, 1, total, total, dtype=torch.bool)
+
+
+@op(cost=Cost.POINTWISE, shapes=_mask_shapes)
 def document_mask(
     offsets: Tensor,
     longest: int,
