@@ -105,16 +105,20 @@ def is_readable(weight: Tensor, state: Any) -> bool:
     return not state.nested or (state.state2.blocksize == 256 and state.state2.code is not None)
 
 
-def from_4_bits(weight: Tensor, state: Any) -> Tensor:
+def from_4_bits(weight: Tensor, state: Any, dtype: torch.dtype | None = None) -> Tensor:
     """A packed weight in floating point, by an op; without a compiler by the provider that it would choose.
+
+    dtype: of the values; None for the state's.
 
     (bitsandbytes adds a double quantisation's offset in place, and no pattern is matched across a mutation.)
     """
-    packed = weight.data if weight.dtype == torch.uint8 else weight.data.view(torch.uint8).reshape(-1, 1)
+    traced = torch.compiler.is_compiling()
+    packed = weight if traced else weight.data
+    packed = packed if weight.dtype == torch.uint8 else packed.view(torch.uint8).reshape(-1, 1)
     outer = (state.state2.code, state.state2.absmax, state.offset) if state.nested else (None, None, None)
     rows, columns = math.prod(state.shape[:-1]), state.shape[-1]
-    args = (packed, state.absmax, *outer, rows, columns, state.blocksize, state.quant_type, state.dtype)
-    value = dequantize_4bit(*args) if torch.compiler.is_compiling() else dequantize_4bit.choose(args).run(*args)
+    args = (packed, state.absmax, *outer, rows, columns, state.blocksize, state.quant_type, dtype or state.dtype)
+    value = dequantize_4bit(*args) if traced else dequantize_4bit.choose(args).run(*args)
     return value if len(state.shape) == 2 else value.view(state.shape)
 
 

@@ -43,6 +43,27 @@ def test_4_bits(kind, double, storage):
     assert weight_of(linear) == "PEFT's way"
 
 
+@pytest.mark.parametrize("double", [False, True])
+def test_products_with_4_bits(double):
+    bnb = pytest.importorskip("bitsandbytes")
+    from tests.support import zoo
+
+    product = trace._product_of(lambda *given: "bitsandbytes' way")
+    layer = zoo.quantize(nn.Sequential(nn.Linear(64, 24)), double=double)[0]
+    weight, state, bias = layer.weight, layer.weight.quant_state, layer.bias
+    x = torch.randn(3, 64, requires_grad=True)
+    ours, theirs = (
+        torch.autograd.grad(y.square().sum(), x)[0]
+        for y in (product(x, weight, state, None, bias), bnb.matmul_4bit(x, weight, state, bias=bias))
+    )
+    assert torch.equal(ours, theirs)
+    assert product(x.bfloat16(), weight, state).dtype == torch.bfloat16
+    others = (torch.randn(3, 24), weight, state), (x, weight, state, torch.empty(3, 24)), (x, weight.t(), state)
+    assert {product(*each) for each in others} == {"bitsandbytes' way"}
+    state.packing_format_for_cpu = True
+    assert product(x, weight, state) == "bitsandbytes' way"
+
+
 def test_8_bits():
     bnb = pytest.importorskip("bitsandbytes")
     weight, scales = torch.randint(-127, 128, (4, 8), dtype=torch.int8), torch.rand(4)
@@ -91,6 +112,7 @@ def test_substituted_where_peft_is_imported_and_nowhere_else(monkeypatch):
     monkeypatch.setattr(torch.compiler, "substitute_in_graph", lambda of: registered.append(of) or substitute(of))
     monkeypatch.delitem(sys.modules, "peft.utils.integrations", raising=False)
     monkeypatch.delitem(sys.modules, "peft.utils.other", raising=False)
+    monkeypatch.delitem(sys.modules, "bitsandbytes.autograd._functions", raising=False)
     trace.substitute()
     assert registered == []
     monkeypatch.setitem(sys.modules, "peft.utils.integrations", types.SimpleNamespace(dequantize_module_weight=theirs))

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.dynamo import is_compiling
-from tunecompile.integrations.bitsandbytes import STATE, from_4_bits, is_readable
+from tunecompile._torch.modules import linear
+from tunecompile.integrations.bitsandbytes import STATE, from_4_bits, is_packed, is_readable
 
 
 def substitute() -> None:
@@ -26,6 +27,7 @@ def substitute() -> None:
     for module, name, make in (
         ("peft.utils.integrations", "dequantize_module_weight", _weight_of),
         ("peft.utils.other", "transpose", _transposed),
+        ("bitsandbytes.autograd._functions", "matmul_4bit", _product_of),
     ):
         if (original := getattr(sys.modules.get(module), name, None)) is not None:
             _register(original, make)
@@ -78,6 +80,21 @@ def _weight_of(itself: Callable) -> Callable:
         return itself(module)
 
     return weight_of
+
+
+def _product_of(itself: Callable) -> Callable:
+    """A product with a packed weight, as the pass `nf4` writes it.
+
+    Dynamo would trace forward and backward of bitsandbytes' autograd function as a graph each, at every linear.
+    """
+
+    def product(A: Tensor, B: Tensor, quant_state: Any, out: Any = None, bias: Any = None) -> Tensor:
+        whole = len(quant_state.shape) == 2 and A.shape[-1] == quant_state.shape[1]
+        if not whole or out is not None or is_packed(quant_state) or not is_readable(B, quant_state):
+            return itself(A, B, quant_state, out, bias)
+        return linear(A, from_4_bits(B, quant_state, A.dtype), bias)
+
+    return product
 
 
 def _transposed(itself: Callable) -> Callable:
