@@ -9,10 +9,9 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import lengths_mask, packed, padded
-from tests.support.compare import assert_close, assert_same_flattened
+from tests.support.compare import assert_same_flattened
 from tests.support.matrix.families import EMBEDDED
-from tests.support.models.pairs import checkpoint, pair, without_mlps
-from tests.support.notes import has
+from tests.support.models.pairs import pair, without_mlps
 from tests.support.reports import flattened, told_apart
 from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.documents import read_padding
@@ -165,45 +164,3 @@ def test_layers_that_share_keys_lose_their_padding():
     assert flattened(model) == 2
     assert_same_flattened(model, reference, packed((9, 4), (6, 7)))
     assert told_apart(model) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"memory": "1KiB"}], ids=["checkpoints", "least memory"])
-def test_layers_that_share_keys_are_repeated(options):
-    def build():
-        model = sharing()
-        if not options:
-            checkpoint(model, use_reentrant=False)
-        return model
-
-    model, reference = pair(build, **options)
-    for seed in range(2):
-        assert_same_flattened(model, reference, padded(length=20 + seed, seed=seed))
-    assert has(model, "padding-removed", count=2)
-
-
-def keys_of(model, inputs):
-    """The loss, keys and values that the caller reads, and gradients of both."""
-    shared = tf.cache_utils.KVSharingDict()
-    loss = model.train()(**inputs, shared_kv_states=shared).loss
-    read = {f"{kind} {at}": keys for kind, both in shared.items() for at, keys in enumerate(both)}
-    weights = [torch.linspace(-1, 1, keys.numel(), dtype=keys.dtype).view(keys.shape) for keys in read.values()]
-    total = loss + sum((keys * weight).sum() for keys, weight in zip(read.values(), weights))
-    model.zero_grad()
-    total.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return read, (total.detach(), gradients)
-
-
-@pytest.mark.slow
-def test_keys_that_a_caller_reads_keep_their_padding():
-    """They would be zero at padding. So are those that it is returned."""
-    model, reference = pair(sharing)
-    for seed in range(2):
-        (keys, found), (expected, wanted) = (keys_of(m, padded(seed=seed)) for m in (model, reference))
-        torch.testing.assert_close(keys, expected, rtol=1e-5, atol=1e-5)
-        assert_close(found, wanted, limit=1e-5)
-    assert has(model, "padding-kept", reason="output-holds-more") and not has(model, "padding-removed")
-    model, reference = pair(sharing)
-    assert_same_flattened(model, reference, {**padded(), "return_shared_kv_states": True})
-    assert has(model, "padding-kept", reason="output-holds-more")

@@ -11,7 +11,7 @@ from tests.support.models.pairs import attending, pair
 from tests.support.reports import told_apart
 from tunecompile.runtime.unpad.decision import refused_now
 
-pytest.importorskip("transformers")
+tf = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -46,3 +46,32 @@ def test_a_collator_of_transformers():
         assert_same_flattened(model, reference, dict(both(rows[:count])))
     report = tunecompile.report(model)  # what it says beside the mask is another kind of call, whatever it says
     assert told_apart(model) == 4 and report.compiles == 2 and not report.regions[0].recompiles, report
+
+
+def qwen_vl():
+    config = tf.Qwen2_5_VLTextConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+    )
+    torch.manual_seed(0)
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
+
+    return Qwen2_5_VLTextModel(config)
+
+
+def test_positions_in_four_rows():
+    """Text, time, height and width: of packed rows the model itself says which tokens see each other."""
+    made = packed((7, 9))
+    positions = made["position_ids"][None].expand(4, -1, -1)
+    states = []
+    for m in pair(qwen_vl):
+        hidden = m.train()(input_ids=made["input_ids"], position_ids=positions).last_hidden_state
+        hidden.square().mean().backward()
+        states.append((hidden.detach(), m.layers[0].self_attn.q_proj.weight.grad.clone()))
+    for found, expected in zip(*states):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

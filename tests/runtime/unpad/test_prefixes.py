@@ -11,7 +11,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import branches
 from tests.support.compare import assert_close, assert_equal
-from tests.support.models.pairs import attending, pair, small
+from tests.support.models.pairs import attending, pair
 from tests.support.notes import fell_back, has
 from tests.support.reports import shared
 from tests.support.trainers import arguments
@@ -26,18 +26,57 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 EXACT = dict(loss=1e-6, limit=1e-6)
 
 
+def packed_rows():
+    """Several documents a row, by their positions: also two of one row share."""
+    batch = branches(40, 50, 4)
+    packed = {name: value.reshape(2, 100) for name, value in batch.items()}
+    packed["position_ids"] = torch.arange(50).repeat(2)[None].expand(2, -1)
+    packed["labels"], packed["use_cache"] = packed["labels"].masked_fill(packed["position_ids"] == 0, -100), False
+    return packed
+
+
+def at_other_positions():
+    """Equal tokens at other positions are other tokens."""
+    batch = branches()
+    batch["position_ids"] = torch.arange(56).expand(3, -1) + torch.arange(3)[:, None]
+    return batch
+
+
+def behind_padding():
+    """Padding in front shifts columns, and so positions."""
+    batch = branches(side="right")
+    batch["input_ids"][1, 1:41] = batch["input_ids"][0, :40]
+    batch["attention_mask"] = torch.ones(3, 56, dtype=torch.long)
+    batch["attention_mask"][1, :1] = 0
+    batch["labels"][1, :2] = -100
+    return batch
+
+
 def test_gradients_are_those_of_rows():
     """With prefixes, branches and rows of any number and length, by one graph; the first without a mask has its own."""
     sides = ("", "none", "right", "left")
     ours, plain = pair(lambda: attending().double())
     batches = [(40, 56, 3), (40, 57, 3), (64, 70, 2), (37, 45, 5), (50, 51, 4), (36, 100, 3)]
-    for side, (seed, (prefix, length, rows)) in product(sides, enumerate(batches)):
-        batch = branches(prefix, length, rows, seed, side)
+
+    def step(batch):
+        """(batches, tokens, tokens of rows) that it shared."""
+        before = shared(ours)
         assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **EXACT)
+        return tuple(now - then for now, then in zip(shared(ours), before))
+
+    for side, (seed, (prefix, length, rows)) in product(sides, enumerate(batches)):
+        step(branches(prefix, length, rows, seed, side))
     count, tokens, of_rows = shared(ours)
     region = tunecompile.report(ours).regions[0]
     assert not fell_back(ours) and 0 < tokens < of_rows and count == len(sides) * len(batches) - 1
     assert region.compiles == 2 and region.providers["branch_attention: reference"] == 1, region
+    turns = [step(branches(40, 150, 6, seed, "right", more=[(4, 80), (2, 120)])) for seed in range(2)]
+    assert all(tokens == rows - 5 * 40 - 3 * 40 - 40 for _, tokens, rows in turns)
+    assert [step(packed_rows()) for _ in range(2)] == [(1, 80, 200)] * 2
+    assert not any(step(at_other_positions())[0] for _ in range(2)) and step(behind_padding())[0] <= 1
+    for model in (ours, plain):
+        model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
+    assert not any(step(branches(seed=seed))[0] for seed in range(2)), "hooks see rows"
 
 
 @pytest.mark.parametrize(
@@ -61,37 +100,6 @@ def test_a_window_is_counted_in_each_row():
         batch = branches(side=side)
         assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **EXACT)
     assert shared(ours)[0] == 2 and tunecompile.report(ours).regions[0].compiles == 1
-
-
-def test_trees_of_turns():
-    ours, plain = pair(lambda: attending().double())
-    for seed in range(2):
-        batch = branches(40, 150, 6, seed, "right", more=[(4, 80), (2, 120)])
-        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **EXACT)
-    _, tokens, rows = shared(ours)
-    assert tokens == 2 * (rows // 2 - 5 * 40 - 3 * 40 - 40)
-
-
-def test_packed_rows_share_across_documents():
-    """Several documents a row, by their positions: also two of one row."""
-    ours, plain = pair(lambda: attending().double())
-    batch = branches(40, 50, 4)
-    packed = {name: value.reshape(2, 100) for name, value in batch.items()}
-    packed["position_ids"] = torch.arange(50).repeat(2)[None].expand(2, -1)
-    packed["labels"], packed["use_cache"] = packed["labels"].masked_fill(packed["position_ids"] == 0, -100), False
-    for _ in range(2):
-        assert_close(zoo.step(ours, packed), zoo.step(plain, packed), **EXACT)
-    assert shared(ours) == (2, 160, 400)
-
-
-@pytest.mark.slow
-def test_generated_code():
-    """Of Inductor, for shapes that change: one graph. Its first step takes half a minute of one core."""
-    ours, plain = pair(small, executor="inductor")
-    for seed, (prefix, length, rows) in enumerate([(40, 56, 3), (64, 70, 2), (36, 100, 4)]):
-        batch = branches(prefix, length, rows, seed, "right")
-        assert_close(zoo.step(ours, batch), zoo.step(plain, batch))
-    assert shared(ours)[0] == 3 and tunecompile.report(ours).regions[0].compiles == 1
 
 
 def test_scores_are_those_of_training():
@@ -180,10 +188,9 @@ def seeded(model, batch):
     return model(**batch).loss
 
 
-@pytest.mark.parametrize("kind", ["full_attention", pytest.param("chunked_attention", marks=pytest.mark.slow)])
-def test_chunks_go_on_from_each_other_in_other_layers(kind):
+def test_chunks_go_on_from_each_other_in_other_layers():
     """Equal chunks behind other ones: layers of chunks alone would take them for one."""
-    kinds = [kind, "chunked_attention"]
+    kinds = ["full_attention", "chunked_attention"]
     settings = dict(attn_temperature_tuning=False, attention_chunk_size=40, no_rope_layers=[1] * 2, num_hidden_layers=2)
     ours, plain = pair(lambda: zoo.make("llama4", layer_types=kinds, **settings).double())
     for alike, side in ((True, "right"), (True, "right"), (False, "right")):
@@ -241,32 +248,6 @@ def test_router_losses_count_tokens():
     not_shared(ours, plain, [branches(side="right")], "output-required")
 
 
-def test_positions_of_its_own():
-    """Equal tokens at other positions are other tokens; padding in front shifts columns, and so positions."""
-    ours, plain = pair(lambda: attending().double())
-    batch = branches()
-    batch["position_ids"] = torch.arange(56).expand(3, -1) + torch.arange(3)[:, None]
-    shifted = branches(side="right")
-    shifted["input_ids"][1, 1:41] = shifted["input_ids"][0, :40]
-    shifted["attention_mask"] = torch.ones(3, 56, dtype=torch.long)
-    shifted["attention_mask"][1, :1] = 0
-    shifted["labels"][1, :2] = -100
-    for each in (batch, batch, shifted):
-        assert_close(zoo.step(ours, each), zoo.step(plain, each), **EXACT)
-    assert shared(ours)[0] <= 1
-
-
-def test_hooks_see_rows():
-    """A hook on a layer sees what rows have, and nothing is shared."""
-    ours, plain = pair(lambda: attending().double())
-    for model in (ours, plain):
-        model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
-    for seed in range(2):
-        batch = branches(seed=seed)
-        assert_close(zoo.step(ours, batch), zoo.step(plain, batch), **EXACT)
-    assert not shared(ours)[0]
-
-
 # -- where it is looked for ----------------------------------------------------------------------------------------------
 
 
@@ -280,8 +261,7 @@ def test_few_batches_are_looked_at_where_none_shares(monkeypatch):
     assert len(looks) <= search.LOOKS + 2 and searching.alone >= search.LOOKS
 
 
-@pytest.mark.parametrize("kind", [pytest.param("DPO", marks=pytest.mark.slow), "GRPO"])
-def test_trainers_of_trl(kind, tmp_path):
+def test_trls_grpo(tmp_path):
     """Losses and gradients' norms of four steps are those of the trainer alone."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     from tests.support.matrix.runs import SETTINGS
@@ -292,24 +272,17 @@ def test_trainers_of_trl(kind, tmp_path):
         return " ".join(f"w{draw.randint(3, 250)}" for _ in range(length))
 
     rows = [{"prompt": text(48 + i, i)} for i in range(8)]
-    options, own = {}, {}
-    if kind == "DPO":
-        rows = [
-            {**row, "chosen": " " + text(6, 100 + i), "rejected": " " + text(9, 200 + i)} for i, row in enumerate(rows)
-        ]
-    else:
-        own = {"reward_funcs": reward}
-        options = dict(max_completion_length=12, num_generations=4, per_device_train_batch_size=8, beta=0.04)
-        options["gradient_accumulation_steps"] = 1
+    options = dict(max_completion_length=12, num_generations=4, per_device_train_batch_size=8, beta=0.04)
+    options["gradient_accumulation_steps"] = 1
 
     def curve(optimize):
         settings = {**SETTINGS, "optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 3, **options}
-        config = arguments(getattr(trl, f"{kind}Config"), tmp_path, gradient_checkpointing=False, **settings)
+        config = arguments(trl.GRPOConfig, tmp_path, gradient_checkpointing=False, **settings)
         model = zoo.adapt(attending(max_position_embeddings=256))
         if optimize:
             tunecompile.optimize(model, executor="eager")
-        made = getattr(trl, f"{kind}Trainer")(
-            model, args=config, processing_class=words(), train_dataset=datasets.Dataset.from_list(rows), **own
+        made = trl.GRPOTrainer(
+            model, reward, config, processing_class=words(), train_dataset=datasets.Dataset.from_list(rows)
         )
         draw = random.Random(3)
         made._generate_single_turn = lambda prompts, *_, **__: (

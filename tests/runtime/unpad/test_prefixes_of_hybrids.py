@@ -74,7 +74,7 @@ def test_families(family):
         assert len(sizes) > 4 and len(set.union(*sizes)) == 1, saved
 
 
-@pytest.mark.parametrize("family", ["lfm2", "granite_hybrid", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["lfm2", "granite_hybrid"])
 def test_no_further_from_fp32_than_eager(family):
     """In bf16."""
     plain = hybrid(family, torch.bfloat16)

@@ -8,7 +8,6 @@ from torch import nn
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.models.pairs import attending, pair
-from tests.support.notes import find, has
 from tests.support.reports import flattened
 from tunecompile.runtime.unpad import refusals
 
@@ -29,20 +28,6 @@ def test_noise_on_embeddings_keeps_its_size():
         )
         zoo.step(m, padded(8, 32))
     assert size[0] == pytest.approx(size[1], rel=0.05)
-
-
-@pytest.mark.slow
-def test_a_loss_of_the_users_own_leaves_padding_out():
-    """Then it is flattened, until logits are read otherwise; also those of a call that was not the last one."""
-    model, reference = pair(attending)
-    labels = padded()["labels"][:, 1:].flatten()
-    outputs = [m.train()(**padded()).logits for m in (model, reference)]
-    losses = [F.cross_entropy(logits[:, :-1].flatten(0, 1), labels).item() for logits in outputs]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert flattened(model) == 1 and not find(model, "logits-read")
-    model(**zoo.batch())
-    outputs[0].logsumexp(-1).mean().item()
-    assert has(model, "padding-kept", reason="logits-read")
 
 
 def test_labels_of_which_the_loss_reads_others(monkeypatch):
@@ -77,13 +62,10 @@ def test_labels_of_a_call_that_was_interrupted():
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize(
-    "where", ["model", *(pytest.param(name, marks=pytest.mark.slow) for name in ("model.layers.1", "model.norm"))]
-)
-def test_hooks_see_the_padded_batch(where):
+def test_hooks_see_the_padded_batch():
     shapes = []
     for m in pair(attending):
-        m.get_submodule(where).register_forward_hook(
+        m.get_submodule("model").register_forward_hook(
             lambda mod, a, o: shapes.append(tuple((o[0] if not isinstance(o, torch.Tensor) else o).shape))
         )
         zoo.step(m, padded())

@@ -5,22 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import tunecompile
 from tests.support import zoo
-from tests.support.batches import padded
-from tests.support.compare import assert_close, equal_bits
+from tests.support.compare import assert_close
 from tests.support.models.pairs import attending, pair
 from tests.support.notes import fell_back, has
 from tests.support.rounding import Shapes, waited_for, whole
 from tunecompile.notes import note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
-from tunecompile.runtime.model_state import state_of
-from tunecompile.runtime.unpad import refusals
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.owner_call import OwnerCall
-from tunecompile.runtime.unpad.rounding import rounding
 from tunecompile.runtime.unpad.rounding.rounding import Rounding
 from tunecompile.runtime.unpad.sizes import PARTS, SizesSeen, rounded_up
 from tunecompile.runtime.watch.traced_graph import TracedGraph
@@ -67,14 +62,6 @@ def test_numbers_of_rows_and_rows_alone_are_of_one_graph(shapes):
     assert tunecompile.report(ours).regions[0].compiles == 2 and not fell_back(ours)
 
 
-@pytest.mark.slow
-def test_the_first_size_stays_as_it_is(shapes):
-    """A loop whose last batch is smaller."""
-    ours, plain = pair()
-    follow(ours, plain, [20] * 5 + [8] + [20] * 3)
-    assert shapes.last(3) == [(2, 20, 64), (1, 64, 64), (2, 20, 64)] and has(ours, "sizes-rounded", count=1)
-
-
 def test_sizes_whose_launches_are_waited_for(monkeypatch):
     """Of a GPU: until it is known that the device is busy with so many."""
     monkeypatch.undo()
@@ -107,18 +94,6 @@ def test_launches_are_known_of_each_size_that_came_as_it_is(monkeypatch):
     assert made.sizes.waits == 60
 
 
-@pytest.mark.slow
-def test_sizes_that_the_device_is_busy_with_run_by_the_graph_of_others(shapes, monkeypatch):
-    """They are not filled up; and rows that are long have a graph of their own."""
-    monkeypatch.setattr(rounding, "LONG", 40)
-    ours, plain = pair()
-    follow(ours, plain, [20, 24])
-    state_of(ours).paddings[0].rounding.sizes.computes = 60
-    follow(ours, plain, [34, 29, 50])
-    assert shapes.last(3) == [(1, 128, 64), (1, 64, 64), (2, 50, 64)]
-    assert has(ours, "sizes-rounded", count=2) and has(ours, "whole-by-padded", count=1)
-
-
 def test_the_first_size_is_that_of_a_training_step():
     sizes = SizesSeen(GraphReplays())
     sizes.waits = 1 << 30
@@ -132,30 +107,7 @@ def test_the_first_size_is_that_of_a_training_step():
 
 
 @pytest.mark.slow
-def test_batches_of_other_kinds_between(shapes):
-    """With padding, scored without gradients, evaluated, generated."""
-    ours, plain = pair()
-    for at, length in enumerate(LENGTHS[:6]):
-        follow(ours, plain, [length])
-        assert_close(zoo.step(ours, padded()), zoo.step(plain, padded()))
-        with torch.no_grad():
-            scored = [m.train()(**whole(length + 1), use_cache=False).logits for m in (ours, plain)]
-            told = [m.eval()(**whole(length)).loss for m in (ours, plain)]
-            made = [
-                m.eval().generate(whole(length)["input_ids"], max_new_tokens=4, do_sample=False) for m in (ours, plain)
-            ]
-        torch.testing.assert_close(*scored, rtol=1e-4, atol=1e-5)
-        assert torch.equal(*told) and torch.equal(*made), at
-    assert has(ours, "sizes-rounded", count=5) and has(ours, "padding-removed", count=6)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=pytest.mark.slow)
-        for fault in ("other rows are seen", "fill is counted", "fill is read")
-    ],
-)
+@pytest.mark.parametrize("fault", ["other rows are seen", "fill is counted", "fill is read"])
 def test_faults_are_found(fault, monkeypatch):
     """What the tests above compare differs, where tokens that fill up a batch take part, or documents are others."""
     if fault == "other rows are seen":
@@ -193,17 +145,6 @@ def test_dropout_in_attention(shapes):
         zoo.step(ours, whole(length))
     assert has(ours, "sizes-kept", reason="attention-dropout") and not fell_back(ours)
     assert all(rows == 2 for rows, *_ in shapes.last(2))
-
-
-@pytest.mark.slow
-def test_calls_with_more_than_tokens_and_labels(shapes):
-    """That say that attention is not causal, or require hidden states."""
-    ours, plain = pair()
-    follow(ours, plain, LENGTHS[:4])
-    for more in ({"is_causal": False}, {"output_hidden_states": True}):
-        batch = {**whole(28), **more}
-        assert_close(zoo.step(ours, batch), zoo.step(plain, batch))
-        assert shapes.last(1) == [(2, 28, 64)]
 
 
 def test_more_attention_of_documents_than_was_causal():
@@ -283,85 +224,6 @@ class Watch:
 
     def reason(self):
         return self.why
-
-
-class Mixing(nn.Module):
-    """An MLP that reads the mean over tokens."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x) - x.mean(1, keepdim=True)
-
-
-def mixing(model):
-    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
-
-
-def causal_no_more(model):
-    """A user trains an encoder from a decoder's weights."""
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = False
-
-
-def checkpoints(reentrant):
-    """Of the user's around layers of the optimized model, which would not know that they are repeated."""
-
-    def change(model):
-        if not hasattr(model, "_tunecompile"):
-            return
-        kind = type(model.model.layers[0])
-
-        def call(self, hidden, *args, **kwargs):
-            return checkpoint(lambda x: kind.__call__(self, x, *args, **kwargs), hidden, use_reentrant=reentrant)
-
-        for layer in model.model.layers:
-            layer.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
-
-    return change
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "steps, change, replaced, reason",
-    [
-        (0, lambda model: None, (SizesSeen, "learn", lambda self, tokens: None), ""),
-        (4, causal_no_more, None, ""),
-        (0, mixing, None, "unknown-module"),
-        # as if it were of transformers: its graph is what tells
-        (0, mixing, (refusals, "_KNOWN_HOMES", (*refusals._KNOWN_HOMES, "tests.")), "mixes-tokens"),
-        (0, lambda model: model.model.layers[1].mlp.register_forward_hook(lambda *_: None), None, "hook-on-module"),
-        *((3, checkpoints(reentrant), None, "") for reentrant in (False, True)),
-    ],
-    ids=["not waited for", "not causal", "mixes", "mixes, known", "hook", "checkpoints", "re-entrant"],
-)
-def test_sizes_stay(shapes, steps, change, replaced, reason, monkeypatch):
-    """steps: before the change."""
-    refusals._is_known.cache_clear()
-    if replaced:
-        monkeypatch.setattr(*replaced)
-    ours, plain = pair()
-    follow(ours, plain, LENGTHS[:steps])
-    for model in (ours, plain):
-        change(model)
-    follow(ours, plain, LENGTHS[:5])
-    assert all(rows == 2 for rows, *_ in shapes.last(3)), shapes  # one graph says why
-    assert not reason or has(ours, "sizes-kept", reason=reason), tunecompile.report(ours).notes
-    refusals._is_known.cache_clear()
-
-
-@pytest.mark.slow
-def test_dropout_elsewhere_is_that_of_the_row():
-    """As where padding is removed: the same seed gives the same step, and other numbers than a batch of another shape."""
-    ours, _ = pair(lambda: zoo.adapt(zoo.make("llama"), lora_dropout=0.5))
-    follow_alone = [zoo.step(ours, whole(length)) for length in LENGTHS[:3]]
-    found = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        found.append(zoo.step(ours, whole(29)))
-    assert equal_bits(*found) and has(ours, "sizes-rounded", count=4) and follow_alone
 
 
 def test_sizes_are_rounded_to_parts_of_powers_of_two():

@@ -55,19 +55,11 @@ def assert_same(ours, model, inputs: dict, loss=by_trainer) -> None:
     assert any(name.endswith(("gate.weight", "router.weight")) and grad.any() for name, grad in got.items())
 
 
-@pytest.mark.parametrize(
-    "family, kinds",
-    [
-        ("qwen3_moe", 1),
-        pytest.param("mixtral", 1, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 2, marks=pytest.mark.slow),  # every other layer has a window
-    ],
-)
-def test_a_trainers_router_loss_needs_no_padding(family, kinds, monkeypatch):
+def test_a_trainers_router_loss_needs_no_padding(monkeypatch):
     """Its logits are [B * T, experts] of each layer, zero at padding, and eager's elsewhere."""
-    ours, model = trained_routers(family)
+    ours, model = trained_routers("qwen3_moe")
     batches, seen = [rows(20, 13), rows(9, 31), rows(17, 17), rows(22, 12)], []
-    home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    home = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     real = home.load_balancing_loss_func
 
     def load_balancing_loss_func(gate_logits, num_experts=None, top_k=2, attention_mask=None):
@@ -85,7 +77,7 @@ def test_a_trainers_router_loss_needs_no_padding(family, kinds, monkeypatch):
             torch.testing.assert_close(got[mask], expected[mask], rtol=1e-4, atol=1e-5)
     report = tunecompile.report(ours)
     assert flattened(ours) == sum(not bool(each["attention_mask"].all()) for each in batches)
-    assert report.compiles == kinds and not find(report, *EAGER, "padding-kept"), report
+    assert report.compiles == 1 and not find(report, *EAGER, "padding-kept"), report
 
 
 def test_others_may_read_router_logits_of_padding():

@@ -46,7 +46,6 @@ class Run:
     build: Callable[[], nn.Module] = attending
     replaced: tuple | None = None
     loss: Callable | None = None
-    limit: float = 1e-4
 
 
 def uncached() -> nn.Module:
@@ -68,20 +67,10 @@ def of_logits(read: Callable, own: bool = False) -> Callable:
     return loss
 
 
-def every_token(logits: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    ids = zoo.batch(rows=4, length=20)["input_ids"]
-    return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction=reduction).mean()
-
-
 def after_metrics(logits: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         logits.argmax(-1)
     return logits.logsumexp(-1).mean()
-
-
-def distilled(logits: torch.Tensor) -> torch.Tensor:
-    target = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    return F.kl_div(logits.log_softmax(-1), target, reduction="batchmean")
 
 
 class Pooling(nn.Module):
@@ -137,22 +126,6 @@ class Squeezed(nn.Module):
         return self.inner(x) * torch.sigmoid(self.gate(x.mean(1, keepdim=True)))
 
 
-class Keeping(nn.Linear):
-    """A head that leaves what it is given to a loss beside the model's."""
-
-    def forward(self, x):
-        self.kept = x
-        return super().forward(x)
-
-
-class Extremes(nn.Module):
-    """As torch's FakeQuantize: by the tensor, and in a module that it takes to be torch's."""
-
-    def forward(self, x):
-        scale = x.abs().amax() / 127
-        return x + ((x / scale).round() * scale - x).detach()
-
-
 class Centred(tf.LlamaModel):
     """What owns the layers would see a batch of one row."""
 
@@ -201,16 +174,8 @@ def behind(make: Callable) -> Callable:
     return change
 
 
-def keeping(model):
-    model.lm_head.__class__ = Keeping
-
-
 def with_hook(model):
     model.lm_head.register_forward_pre_hook(lambda module, args: setattr(module, "kept", args[0]))
-
-
-def over_tokens_of_logits(model):
-    model.lm_head = nn.Sequential(model.lm_head, nn.Softmax(1))
 
 
 def with_kept(model, batch):
@@ -219,10 +184,8 @@ def with_kept(model, batch):
     return loss if kept is None else loss + kept.square().mean()
 
 
-def module(change, *said, quick=True):
-    marks = () if quick else pytest.mark.slow
-    run = Run(change, TWO, kept=said[0], said=said, loss=with_kept)
-    return pytest.param(run, id=f"{said[0]}: {said[1]}", marks=marks)
+def module(change, *said):
+    return pytest.param(Run(change, TWO, kept=said[0], said=said, loss=with_kept), id=f"{said[0]}: {said[1]}")
 
 
 def checkpoints(*path: str, reentrant: bool) -> Callable:
@@ -243,11 +206,6 @@ def checkpoints(*path: str, reentrant: bool) -> Callable:
 
 
 # -- functions of the user's own -----------------------------------------------------------------------------------------
-
-
-def both_ways(config, inputs_embeds=None, attention_mask=None, **kwargs):
-    """A mask that lets tokens see what comes after them; of the kind that llm2vec puts in."""
-    return (attention_mask[:, None, None, :] != 0).expand(-1, 1, inputs_embeds.shape[1], -1)
 
 
 def nearby(*args, and_mask_function=None, **kwargs):
@@ -307,37 +265,19 @@ QUICK = {
     ),
 }
 SLOW = {
-    "labels of its own": Run(loss=of_logits(every_token), **READ),
-    "no reduction": Run(loss=of_logits(lambda logits: every_token(logits, "none")), **READ),
-    "joined logits": Run(loss=of_logits(lambda logits: torch.cat([logits, logits]).logsumexp(-1).mean()), **READ),
     "beside the labels": Run(loss=of_logits(lambda logits: logits.logsumexp(-1).square().mean(), own=True), **READ),
-    "a distance to a teacher beside the labels": Run(loss=of_logits(distilled, own=True), **READ),
-    "the last position": Run(build=lambda: Pooling(lambda h: h[:, -1].square().mean()), **POOLED),
-    "a regulariser": Run(build=lambda: Pooling(lambda h: h.square().mean()), **POOLED),
     "a wrapper that hands labels on": Run(build=Handing, removed=1),
     "a forward of the owner": Run(centred, kept="unknown-caller", said=("unknown-caller", f"{__name__}.forward")),
     "two lists of layers": Run(two_stacks, build=uncached, kept="one-owner-several-lists"),
     "attention under sdpa": Run(
         batches=TWO, replaced=("transformers", "AttentionInterface._global_mapping", TABLE), removed=2
     ),
-    "a mask of both ways": Run(replaced=(LLAMA, "create_causal_mask", both_ways), **MASKS),
-    "extremes over all tokens": Run(
-        of_mlps(lambda mlp: nn.Sequential(Extremes(), mlp)),
-        (padded(), packed((7, 9))),
-        build=uncached,
-        replaced=("tunecompile.runtime.unpad.refusals", "_foreign", lambda module: None),
-        kept="mixes-tokens",
-        limit=1e-3,
-    ),
     "a checkpoint around the owner": Run(
         checkpoints("model", reentrant=False), build=uncached, kept="checkpoint-around-layers"
     ),
-    **{
-        f"checkpoints around layers, {reentrant=}": Run(
-            checkpoints(*LAYERS, reentrant=reentrant), build=uncached, kept="unknown-caller"
-        )
-        for reentrant in (False, True)
-    },
+    "re-entrant checkpoints around layers": Run(
+        checkpoints(*LAYERS, reentrant=True), build=uncached, kept="unknown-caller"
+    ),
     "hidden states that are required": Run(
         batches=rows_of(((7, 9),), output_hidden_states=True),
         build=uncached,
@@ -353,10 +293,7 @@ SLOW = {
 MODULES = [
     module(behind(lambda norm: nn.Sequential(norm, nn.Softmax(1))), "unknown-module", "Softmax"),
     module(behind(lambda _: nn.LayerNorm((20, 64))), "unknown-module", "LayerNorm"),
-    module(behind(lambda _: nn.BatchNorm1d(20)), "unknown-module", "BatchNorm1d", quick=False),
-    module(over_tokens_of_logits, "unknown-module", "Softmax", quick=False),
     module(of_mlps(Squeezed), "unknown-module", "Squeezed"),
-    module(keeping, "unknown-module", "Keeping", quick=False),
     module(with_hook, "hook-on-module", "Linear"),
 ]
 
@@ -386,7 +323,7 @@ def test_steps_and_what_is_said_of_them(run, monkeypatch):
     model, reference = pair(build)
     for batch in run.batches:
         steps = [zoo.step(each, dict(batch), **({"loss": run.loss} if run.loss else {})) for each in (model, reference)]
-        assert_close(*steps, loss=1e-5 if run.loss else 1e-6, limit=run.limit)
+        assert_close(*steps, loss=1e-5 if run.loss else 1e-6, limit=1e-4)
     report = tunecompile.report(model)
     assert (flattened(model), told_apart(model)) == (run.removed, run.apart), report
     kept = find(report, "padding-kept", "packing-kept", reason=run.kept or "")

@@ -18,32 +18,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 # -- the same numbers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", ["right", pytest.param("left", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "family, changes",
-    [
-        ("llama", {}),
-        pytest.param("qwen3", {}, marks=pytest.mark.slow),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                ("gemma3", {"sliding_window": 4}),
-                ("mistral", {"sliding_window": 4}),
-                ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-            )
-        ),
-    ],
-)
-def test_families(family, changes, side):
-    model, reference = pair(lambda: zoo.make(family, **changes))
+def test_steps_evaluation_and_generation():
+    model, reference = pair(lambda: zoo.make("llama"))
     for seed in range(2):
-        assert_same_flattened(model, reference, padded(3 + seed, 20 + seed, side, seed))
-    kinds = set(getattr(model.config, "layer_types", None) or ["all"])
-    assert flattened(model) == 2 and tunecompile.report(model).compiles == len(kinds)
+        assert_same_flattened(model, reference, padded(3 + seed, 20 + seed, "right", seed))
+    assert flattened(model) == 2 and tunecompile.report(model).compiles == 1
     assert model.config._attn_implementation == reference.config._attn_implementation == "sdpa"
     for m in (model, reference):
         m.eval()
-    inputs = padded(side=side)
+    inputs = padded(side="right")
     assert torch.allclose(model(**inputs).logits, reference(**inputs).logits, atol=1e-5)
     prompt = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"].flip(1)}
     assert torch.equal(
@@ -66,23 +49,6 @@ def test_an_adapter_that_trains_tokens(options):
     assert flattened(model) == 1, tunecompile.report(model)
 
 
-@pytest.mark.slow
-def test_positions_and_embeddings_of_the_callers():
-    model, reference = pair(attending)
-    inputs = padded(side="left")
-    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    assert_same_flattened(model, reference, inputs)
-    states = []
-    for m in (model, reference):
-        batch = padded(side="left")
-        embedded = m.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
-        m.train()(inputs_embeds=embedded, **batch).loss.backward()
-        states.append(embedded.grad)
-        m.zero_grad(set_to_none=True)
-    torch.testing.assert_close(*states)
-    assert flattened(model) == 2
-
-
 def test_logits_that_are_read_are_those_of_the_whole_batch():
     """Hidden states at padding would be zero without it: so the layers run again, with it. Nobody else holds what the
     layers' owner returned: its last norm's result is a view of a larger row."""
@@ -93,24 +59,3 @@ def test_logits_that_are_read_are_those_of_the_whole_batch():
 
 
 # -- any loop -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_an_exception_leaves_everything_as_it_was():
-    model, reference = pair(attending)
-
-    def fail(*_):
-        raise KeyError("of the user's hook")
-
-    handle = model.model.layers[1].register_forward_hook(fail)
-    with pytest.raises(KeyError):
-        model.train()(**padded())
-    assert model.config._attn_implementation == "sdpa"
-    handle.remove()
-    assert_same_flattened(model, reference, padded())
-    tunecompile.restore(model)
-    assert (
-        not [m for m in model.modules() if m._compiled_call_impl is not None]
-        and not model._forward_hooks
-        and not model._forward_pre_hooks
-    )

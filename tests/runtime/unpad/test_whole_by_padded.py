@@ -48,10 +48,9 @@ def follow(ours, plain, batches, **limits) -> None:
         assert_close(zoo.step(ours, dict(batch)), zoo.step(plain, dict(batch)), **limits)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_two_graphs_serve_all_batches(shapes, family):
+def test_two_graphs_serve_all_batches(shapes):
     """GPT-2's layers are given their mask by position."""
-    ours, plain = pair(lambda: zoo.make(family).double())
+    ours, plain = pair(lambda: zoo.make("llama").double())
     follow(ours, plain, [whole(20), padded(), padded(3, 24, "left"), whole(24), whole(9, 5), whole(20)], **EXACT)
     rows = [shape for shape in shapes.last(6) if shape[0] != 1]
     assert rows == [(2, 20, 64)] * 2  # the first ones, which have constant sizes
@@ -60,12 +59,9 @@ def test_two_graphs_serve_all_batches(shapes, family):
     assert has(ours, "whole-by-padded", count=2) and has(ours, "padding-removed", count=2)
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt2", "gemma3"))]
-)
-def test_one_graph_serves_all_batches_where_padded_ones_come_first(shapes, family):
+def test_one_graph_serves_all_batches_where_padded_ones_come_first(shapes):
     """A model that is given a mask of ones leaves it out where it may know."""
-    ours, plain = pair(lambda: zoo.make(family).double())
+    ours, plain = pair(lambda: zoo.make("llama").double())
     batches = [padded(), masked(whole(20)), padded(3, 24, "left"), masked(whole(9, 5)), padded(), masked(whole(20))]
     follow(ours, plain, batches, **EXACT)
     assert all(shape[0] == 1 for shape in shapes.last(len(batches)))
@@ -74,13 +70,12 @@ def test_one_graph_serves_all_batches_where_padded_ones_come_first(shapes, famil
     assert has(ours, "whole-by-padded", count=3)
 
 
-@pytest.mark.parametrize("window, graphs, joined", [(32, 2, 2), pytest.param(22, 3, 1, marks=pytest.mark.slow)])
-def test_windows_that_are_constants_of_graphs(shapes, window, graphs, joined):
+def test_windows_that_are_constants_of_graphs(shapes):
     """No row is as long as the first one. Of rows longer than the second the model makes a mask itself."""
-    ours, plain = pair(lambda: zoo.make("mistral", sliding_window=window).double())
+    ours, plain = pair(lambda: zoo.make("mistral", sliding_window=32).double())
     follow(ours, plain, [whole(20), padded(), padded(3, 24, "left"), whole(24), whole(9, 5), whole(20)], **EXACT)
-    assert tunecompile.report(ours).regions[0].compiles == graphs and not fell_back(ours)
-    assert has(ours, "padding-removed", count=2) and has(ours, "whole-by-padded", count=joined)
+    assert tunecompile.report(ours).regions[0].compiles == 2 and not fell_back(ours)
+    assert has(ours, "padding-removed", count=2) and has(ours, "whole-by-padded", count=2)
 
 
 @pytest.mark.slow
@@ -96,14 +91,6 @@ def test_many_get_a_graph_of_their_own(shapes, monkeypatch):
     ours, plain = pair()
     follow(ours, plain, [whole(20), padded(), whole(24), whole(26), whole(28), whole(24)])
     assert [shape[0] for shape in shapes.last(4)] == [1, 1, 2, 2] and has(ours, "whole-by-padded", count=2)
-
-
-@pytest.mark.slow
-def test_layers_whose_attention_is_not_known_to_be_causal(shapes):
-    """It would see no further than it stands, in place of all tokens."""
-    ours, plain = pair(both_ways)
-    follow(ours, plain, [whole(20), padded(), whole(24)])
-    assert shapes.last(1) == [(2, 24, 64)] and not has(ours, "sizes-rounded")
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -151,23 +138,6 @@ def test_references_whose_padding_stayed(shapes):
         assert torch.allclose(*scores)
         follow(ours, plain, [batch])
     assert has(ours, "whole-by-padded", count=2) and not has(ours, "sizes-kept")
-
-
-@pytest.mark.slow
-def test_attention_that_was_replaced_since(shapes, monkeypatch):
-    """Without a mask it sees all tokens now. Padded batches have masks."""
-    ours, plain = pair()
-    kind = type(plain.model.layers[0].self_attn)
-    forward = kind.forward
-
-    def both_ways(self, hidden_states, attention_mask=None, **kwargs):
-        causal = attention_mask is not None
-        return forward(self, hidden_states, attention_mask=attention_mask, **kwargs, is_causal=causal)
-
-    follow(ours, plain, [whole(20), padded()])
-    monkeypatch.setattr(kind, "forward", both_ways)
-    follow(ours, plain, [whole(24), padded(), whole(26)])
-    assert not has(ours, "whole-by-padded")
 
 
 @pytest.mark.parametrize(

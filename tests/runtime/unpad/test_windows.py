@@ -7,7 +7,6 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_same_flattened
-from tests.support.matrix.families import EMBEDDED
 from tests.support.models.pairs import pair, without_mlps
 from tests.support.reports import as_documents, flattened
 from tests.support.rounding import Shapes, kernels_have_windows, waited_for, whole
@@ -25,30 +24,17 @@ def kernels(monkeypatch):
     kernels_have_windows(monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "family, changes, kinds",
-    [
-        ("mistral", {"sliding_window": WINDOW, "num_hidden_layers": 2}, 1),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                ("gemma3", MIXED, 2),
-                ("qwen2", {**MIXED, "use_sliding_window": True}, 2),
-                ("gemma4", {**EMBEDDED, "sliding_window": WINDOW}, 4),  # some layers read keys of others
-                ("cohere2", MIXED, 2),
-            )
-        ),
-    ],
-)
-def test_they_run_as_documents(family, changes, kinds):
+def test_they_run_as_documents():
     """Steps of one size, so that masks are presumed in the end; then others, with padding among them, and shorter rows."""
-    model, reference = pair(lambda: zoo.make(family, **{**changes, "use_cache": False}).double())
+    model, reference = pair(
+        lambda: zoo.make("mistral", sliding_window=WINDOW, num_hidden_layers=2, use_cache=False).double()
+    )
     for seed in range(5):
         assert_same_flattened(model, reference, zoo.batch(256, 2, 20, seed=seed), limit=1e-6)
     for inputs in (whole(28, 3), padded(3, 25), whole(WINDOW), whole(35), whole(20)):
         assert_same_flattened(model, reference, inputs, limit=1e-6)
     assert as_documents(model) == 8 and flattened(model) == 1
-    assert tunecompile.report(model).compiles <= 3 * kinds, tunecompile.report(model)
+    assert tunecompile.report(model).compiles <= 3, tunecompile.report(model)
 
 
 @pytest.mark.slow
@@ -63,15 +49,14 @@ def test_full_layers_beside_them_are_rounded_up(monkeypatch):
     assert any(shape[0] == 1 for _, shape in shapes.seen)
 
 
-@pytest.mark.parametrize("looks", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_somebody_who_looks_gets_whole_rows(looks):
+def test_somebody_who_looks_gets_whole_rows():
     """And nothing is told of it: the mask says the same."""
     model, reference = pair(
         lambda: without_mlps(zoo.make("mistral", sliding_window=WINDOW, num_hidden_layers=2, use_cache=False))
     )
     seen = []
-    for each in (model, reference) if looks else ():
+    for each in (model, reference):
         each.model.layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape[:2]))
     assert_same_flattened(model, reference, whole(20))
-    assert as_documents(model) == (not looks) and seen == [torch.Size([2, 20])] * 2 * looks
+    assert not as_documents(model) and seen == [torch.Size([2, 20])] * 2
     assert not [note for note in tunecompile.report(model).notes if note.code == "packing-kept"]
