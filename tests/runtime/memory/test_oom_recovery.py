@@ -4,12 +4,9 @@ import logging
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import tunecompile
-from tests.support import zoo
-from tests.support.batches import padded
 from tests.support.compare import assert_equal
 from tests.support.memory.budgets import LAYERS
 from tests.support.memory.full_device import (
@@ -21,7 +18,6 @@ from tests.support.memory.full_device import (
     gradients,
     graphs,
     guarded,
-    ids,
     loss,
     needed,
     peak,
@@ -29,9 +25,7 @@ from tests.support.memory.full_device import (
     step,
 )
 from tests.support.notes import has, logged
-from tunecompile.planner import candidates
-from tunecompile.planner.solver import KEEP, RECOMPUTE
-from tunecompile.runtime.loss_head import Head, losses
+from tunecompile.runtime.loss_head import losses
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -42,10 +36,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("layer", [1, pytest.param(LAYERS - 1, marks=pytest.mark.slow)])
-def test_the_step_goes_on_with_the_same_bits(where, layer, caplog):
+def test_the_step_goes_on_with_the_same_bits(where, caplog):
     model = guarded()
-    before, full = peak(model), Full(model, layer, where)
+    before, full = peak(model), Full(model, 1, where)
     with caplog.at_level(logging.WARNING, "tunecompile"):
         assert_equal(step(model), plain())
         assert_equal(step(model), plain())
@@ -55,54 +48,26 @@ def test_the_step_goes_on_with_the_same_bits(where, layer, caplog):
     assert has(model, "ran-out-of-memory", before="4 layers keep")
 
 
-@pytest.mark.parametrize("where", [WHERE[0], *(pytest.param(where, marks=pytest.mark.slow) for where in WHERE[1:])])
-def test_in_the_very_first_step(where):
+def test_in_the_very_first_step():
     model = build(int(1.2 * needed()))
-    full = Full(model, 2, where)
+    full = Full(model, 2, WHERE[0])
     assert_equal(step(model), plain())
     assert full.raised == 1 and any(plan["recompute"] for plan in tunecompile.report(model).memory["plans"])
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "in the model",
-        *(pytest.param(where, marks=pytest.mark.slow) for where in ("in the loop", "in logits that are read")),
-    ],
-)
-def test_in_head_and_loss(where, monkeypatch):
-    def run(model):
-        torch.manual_seed(3)
-        if where == "in the model":
-            found = loss(model)
-        else:
-            logits = model(ids())
-            found = (
-                F.cross_entropy(logits.float().flatten(0, 1), ids().flatten())
-                if where == "in the loop"
-                else logits.square().mean()
-            )
-        found.backward()
-        return found.detach(), gradients(model)
+def test_in_head_and_loss(monkeypatch):
+    model, seen, whole = guarded(), [], losses.linear_cross_entropy
+    reference = plain()
 
-    model, raised, seen = guarded(), [], []
-    whole, logits = losses.linear_cross_entropy, Head.logits
-    reference = run(build(None))
+    def full(*args):
+        seen.append(graphs(model))
+        if len(seen) == 1:
+            raise torch.OutOfMemoryError(FULL)
+        return whole(*args)
 
-    def full(inner):
-        def run(*args):
-            seen.append(graphs(model))
-            if not raised:
-                raised.append(1)
-                raise torch.OutOfMemoryError(FULL)
-            return inner(*args)
-
-        return run
-
-    monkeypatch.setattr(losses, "linear_cross_entropy", full(whole))
-    monkeypatch.setattr(Head, "logits", full(logits))
-    assert_equal(run(model), reference)
-    assert raised and seen == [LAYERS, 0]
+    monkeypatch.setattr(losses, "linear_cross_entropy", full)
+    assert_equal(step(model), reference)
+    assert seen == [LAYERS, 0]
 
 
 def test_in_the_final_norm():
@@ -161,97 +126,20 @@ def test_accumulated_gradients_are_kept(where):
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
 
 
-@pytest.mark.slow
-def test_a_graph_that_is_retained():
-    model, reference = guarded(), build(None)
-    full = Full(model, 2, "before the backward")
-    torch.manual_seed(5)
-    kept = loss(model)
-    kept.backward(retain_graph=True)
-    kept.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        kept.backward()
-    for _ in range(2):
-        torch.manual_seed(5)
-        loss(reference).backward()
-    ours, theirs = gradients(model), gradients(reference)
-    assert full.raised == 1 and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["layer", "mlp"])
-def test_weights_that_layers_share(part):
-    """A layer that the list holds twice, or a part of two."""
-
-    def make(memory=None):
-        model = zoo.make("llama", num_hidden_layers=3).train()
-        layers = model.model.layers
-        if part == "layer":
-            layers[2] = layers[0]
-        else:
-            layers[2].mlp = layers[0].mlp
-        return model if memory is None else tunecompile.optimize(model, memory=memory, executor="eager")
-
-    batch = zoo.batch() | {
-        "use_cache": False
-    }  # the layer's second call would attend to what its first put into the cache
-    _, reference = zoo.step(make(), batch)
-    whole = make("1TiB")
-    zoo.step(whole, batch)
-    model = make(int(1.2 * tunecompile.report(whole).memory["predicted_peak"]))  # with more, layers are left alone
-    for _ in range(2):
-        _, gradients = zoo.step(model, batch)
-        assert max(zoo.errors(gradients, reference).values()) < 1e-5
-    full = Full(model, 1, "before the backward")
-    _, gradients = zoo.step(model, batch)
-    assert max(zoo.errors(gradients, reference).values()) < 1e-5 and full.raised == 1
-
-
 # -- models and loops -----------------------------------------------------------------------------------------------------------
 
 
-def llama(memory):
-    model = zoo.adapt(zoo.make("llama", num_hidden_layers=2), lora_dropout=0.2, target_modules=["q_proj", "down_proj"])
-    return tunecompile.optimize(model.train(), memory=memory, executor="eager")
-
-
-@pytest.fixture
-def few_plans(monkeypatch):
-    """To survey a whole layer of transformers takes its time."""
-    monkeypatch.setattr(candidates, "plans", lambda graph: [KEEP, RECOMPUTE])
-
-
-@pytest.mark.slow
-def test_adapters_and_batches_without_their_padding(few_plans):
-    def run(model):
-        torch.manual_seed(3)
-        found = model(**padded()).loss
-        found.backward()
-        return found.detach(), gradients(model)
-
-    reference = run(llama(None))
-    model = llama("1MiB")
-    assert_equal(run(model), reference)
-    for where in WHERE:
-        full = Full(model, 1, where)
-        assert_equal(run(model), reference)
-        assert full.raised == 1
-    assert has(model, "padding-removed")
-
-
-@pytest.mark.parametrize("where", [WHERE[0], *(pytest.param(where, marks=pytest.mark.slow) for where in WHERE[1:])])
-def test_what_waits_on_the_host(to_the_host, where):
+def test_what_waits_on_the_host(to_the_host):
     model = build(int(0.7 * needed()))
     assert_equal(step(model), plain())
     assert any(plan["offload"] for plan in tunecompile.report(model).memory["plans"])
-    full = Full(model, 1, where)
+    full = Full(model, 1, WHERE[0])
     for _ in range(3):
         assert_equal(step(model), plain())
     assert full.raised == 1 and to_the_host[-1].report()["host_bytes"] == 0
 
 
-@pytest.mark.parametrize("where", [WHERE[0], pytest.param(WHERE[1], marks=pytest.mark.slow)])
-def test_a_model_without_layers(where):
+def test_a_model_without_layers():
     def make(memory):
         torch.manual_seed(0)
         return tunecompile.optimize(
@@ -267,6 +155,6 @@ def test_a_model_without_layers(where):
         return found.detach(), gradients(model)
 
     model = make("64KiB")
-    full = Full(model, 0, where)
+    full = Full(model, 0, WHERE[0])
     assert_equal(run(model), run(make(None)))
     assert full.raised == 1

@@ -5,14 +5,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
 
 import tunecompile
 from tests.support.compare import assert_equal
 from tests.support.memory.budgets import LAYERS
-from tests.support.memory.full_device import Block, Full, Tiny, build, graphs, needed, plain, step
+from tests.support.memory.full_device import Full, build, graphs, needed, plain, step
 from tests.support.notes import has
-from tunecompile.errors import NothingFits
 from tunecompile.planner import candidates
 from tunecompile.planner.device_memory import HostGauge
 from tunecompile.runtime.layers.layer_slot import LayerSlot
@@ -68,34 +66,16 @@ def test_each_device_has_a_plan_of_its_own(monkeypatch):
     assert surveyed_on_two <= len(surveyed) - surveyed_on_two, "layers of one kind are surveyed once"
 
 
-@pytest.mark.slow
-def test_the_fuller_device_computes_again(monkeypatch):
-    monkeypatch.setattr(LayerSlot, "device", property(lambda slot: FIRST if slot.place < 1 else LAST))
-    model = build(int(0.7 * needed()))
-    for _ in range(2):
-        assert_equal(step(model), plain())
-    assert computing_again(model)["cpu:1"] == 0 < computing_again(model)["cpu"]
-
-
-@pytest.mark.parametrize(
-    "layer, where",
-    [
-        (0, "forward"),
-        pytest.param(LAYERS - 1, "behind the backward", marks=pytest.mark.slow),
-        pytest.param(0, "behind the backward", marks=pytest.mark.slow),
-        pytest.param(LAYERS - 1, "forward", marks=pytest.mark.slow),
-    ],
-)
-def test_the_device_that_is_full_plans_for_less(layer, where):
+def test_the_device_that_is_full_plans_for_less():
     model = build(int(1.2 * needed()))
     step(model)
     budgets = on_each(model)
     before, steps = [budget.admitted.choice.peak for budget in budgets], [budget.progress.steps for budget in budgets]
-    full = Full(model, layer, where)
+    full = Full(model, 0, "forward")
     assert_equal(step(model), plain())
     assert_equal(step(model), plain())
     smaller = [budget.admitted.choice.peak < peak for budget, peak in zip(budgets, before)]
-    assert full.raised == 1 and smaller == [layer < HALF, layer >= HALF], "the other device keeps its plan"
+    assert full.raised == 1 and smaller == [True, False], "the other device keeps its plan"
     assert [budget.progress.steps for budget in budgets] == [count + 2 for count in steps] and not graphs(model)
     assert has(model, "ran-out-of-memory", detail="cpu:1")
 
@@ -130,67 +110,6 @@ def test_the_error_says_which_device_is_full(monkeypatch):
     for _ in range(2):
         assert_equal(step(model), plain())
     assert first.admitted.choice.peak < before[0] and last.admitted.choice.peak == before[1]
-
-
-@pytest.mark.slow
-def test_each_device_has_its_own_tries():
-    """What fills one fills the others as well: none plans for the least at once because another had to plan anew."""
-
-    def again(*layers):
-        model = build(int(1.2 * needed()))
-        step(model)
-        for layer in layers:
-            Full(model, layer, "forward")
-        assert_equal(step(model), plain())
-        return model._tunecompile.step.budgets[1].memory.surplus
-
-    assert again(0, LAYERS - 1) == again(LAYERS - 1) > 0
-
-
-class Narrow(Block):
-    """A layer of another kind."""
-
-    def __init__(self, width=16):
-        super().__init__(width)
-        self.up, self.down, self.more = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
-
-
-def other_kind(memory):
-    model = Tiny().train()
-    for place in range(HALF):
-        model.backbone.layers[place] = Narrow()
-    return tunecompile.optimize(model, memory=memory, executor="eager")
-
-
-def surveyed(budget):
-    """Candidates of the kinds of layers on its device."""
-    return budget._surveyed(budget.surveys.candidates)
-
-
-@pytest.mark.slow
-def test_kinds_of_layers_are_surveyed_where_they_are():
-    """A kind that another device has no need to survey to the end keeps nobody from seeing that there is no smaller plan."""
-    roomy = other_kind(1 << 40)
-    step(roomy)
-    first, last = on_each(roomy)
-    model = other_kind(int(1.2 * first.admitted.choice.peak))
-    for _ in range(3):
-        step(model)
-    first, last = on_each(model)
-    assert (
-        first.admitted.choice.fits
-        and not surveyed(first)[0].whole
-        and not last.admitted.choice.fits
-        and surveyed(last)[0].whole
-    )
-    made = last.plans
-    for _ in range(3):
-        step(model)
-    assert last.plans == made
-    full = Full(model, LAYERS - 1, "forward", times=100)
-    with pytest.raises(NothingFits):
-        step(model)
-    assert full.raised < 5
 
 
 def test_a_frozen_device_decides_for_nobody_else():

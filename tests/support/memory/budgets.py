@@ -33,30 +33,3 @@ def needed(dropout=0.0):
     step(model)
     memory = tunecompile.report(model).memory
     return memory["predicted_peak"] - memory["kept_weights"]
-
-
-class Meter:
-    """A gauge that says what a test tells it."""
-
-    def __init__(self):
-        self.now, self.most, self.held = 0, 0, 0
-
-    def allocated(self):
-        return self.now
-
-    def peak(self):
-        return self.most, self.held
-
-    def release(self):
-        pass
-
-    def outside(self):
-        return 0
-
-    def failures(self):
-        return 0
-
-    def available(self):
-        return 1 << 40
-
-    total = available
