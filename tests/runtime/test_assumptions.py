@@ -55,21 +55,6 @@ def with_dropout():
     return model
 
 
-@pytest.mark.slow
-def test_random_numbers_are_those_of_the_callers_generator():
-    model, _ = pair(with_dropout)
-    losses = []
-    for seed in (3, 4, 3, 5, 4):
-        torch.manual_seed(seed)
-        losses.append(zoo.step(model, zoo.batch())[0].item())
-    first, second, again, other, last = losses
-    assert (first, second) == (again, last) and len({first, second, other}) == 3
-    before = torch.get_rng_state()
-    with torch.random.fork_rng(devices=[]):
-        zoo.step(model, zoo.batch())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_dropout_of_a_part_that_is_set_to_evaluation():
     model, reference = pair(with_dropout)
     for training in (True, False, True):

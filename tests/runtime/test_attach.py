@@ -1,9 +1,7 @@
 """The public functions: what `optimize` leaves as it was, what `restore` puts back, what copies, adapters and savers see."""
 
 import copy
-import functools
 import inspect
-import io
 import pickle
 
 import pytest
@@ -14,8 +12,8 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_same_flattened, assert_same_step
-from tests.support.models.pairs import attending, checkpoint, compiled_slots, optimized, small
-from tests.support.notes import find, has
+from tests.support.models.pairs import attending, compiled_slots, optimized, small
+from tests.support.notes import has
 from tests.support.reports import flattened
 from tunecompile.errors import NotAModule, NotOptimized
 from tunecompile.runtime import attach
@@ -129,69 +127,17 @@ def test_restore_undoes_exactly():
     assert anatomy(model) == before
 
 
-@pytest.mark.slow
-def test_checkpointing_that_does_more_stays_around_the_layers():
-    """transformers' `offload=True` copies what a checkpoint saves to the host; without it a step might not fit."""
-    model, reference = small(), small()
-    optimized(model)
-    copied = []
-
-    def on_the_host(value):
-        copied.append(value.shape)
-        return value.clone()
-
-    def otherwise(function, *args, **options):
-        with torch.autograd.graph.saved_tensors_hooks(on_the_host, lambda value: value):
-            return torch.utils.checkpoint.checkpoint(function, *args, **options)
-
-    for m in (model, reference):
-        checkpoint(m, use_reentrant=False)
-        for layer in m.model.layers:
-            layer._gradient_checkpointing_func = functools.partial(otherwise, use_reentrant=False)
-    assert_same_step(reference, reference)
-    expected, copied[:] = list(copied), []
-    assert_same_step(model, model)
-    assert copied == expected and len(copied) >= 2
-    assert_same_step(model, reference)
-    report = tunecompile.report(model)
-    assert report.compiles == 1 and has(report, "custom-checkpointing", count=2)
-    for m in (model, reference):
-        checkpoint(m, use_reentrant=False)
-    assert_same_step(model, reference)
-    assert tunecompile.report(model).compiles in (2, 3) and not find(model, "custom-checkpointing")
-
-
 # -- copies and files ---------------------------------------------------------------------------------------------------
 
 
-def by_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def by_torch_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, *(pytest.param(each, marks=pytest.mark.slow) for each in (by_pickle, by_torch_save))]
-)
-@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_copies_work_and_are_not_optimized(duplicate, checkpointed):
+def test_copies_work_and_are_not_optimized():
     model = optimized(small())
-    if checkpointed:
-        checkpoint(model, use_reentrant=False)
-        model.disable_input_require_grads()  # a local function of transformers, which nothing can pickle
     zoo.step(model, zoo.batch())
     compiles = tunecompile.report(model).compiles
-    twin = duplicate(model)
-    assert not compiled_slots(twin)
-    with pytest.raises(NotOptimized):
-        tunecompile.report(twin)
-    if checkpointed:
-        assert twin.model.layers[0]._gradient_checkpointing_func.func is torch.utils.checkpoint.checkpoint
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert not compiled_slots(twin)
+        with pytest.raises(NotOptimized):
+            tunecompile.report(twin)
     assert_same_step(twin, model)
     assert tunecompile.report(model).compiles == compiles
     assert_same_step(optimized(twin), model)
@@ -276,12 +222,7 @@ def test_a_users_cache_is_left_alone(name):
     assert not flattened(model) and has(model, "padding-kept", reason="cache-used")
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [{}, *(pytest.param({"use_cache": each}, marks=pytest.mark.slow) for each in (False, True))],
-    ids=str,
-)
-def test_layers_in_a_loop(asked):
+def test_layers_in_a_loop():
     """By default the model makes a cache, in which a second call of a layer finds the keys of the first."""
     model = small().train()
     first, second = model.model.layers
@@ -289,14 +230,14 @@ def test_layers_in_a_loop(asked):
     model.config.num_hidden_layers = 4
     reference = copy.deepcopy(model)
     optimized(model)
-    expected = {"use_cache": False} if not asked else asked
     for seed in range(2):
         (loss, ours), (exact, theirs) = (
-            zoo.step(each, {**zoo.batch(seed=seed), **given}) for each, given in ((model, asked), (reference, expected))
+            zoo.step(each, {**zoo.batch(seed=seed), **given})
+            for each, given in ((model, {}), (reference, {"use_cache": False}))
         )
         assert torch.allclose(loss, exact, rtol=1e-5)
         assert all(torch.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-6) for name in theirs)
-    assert has(model, "called-again") is (not asked)
+    assert has(model, "called-again")
 
 
 # -- several models -----------------------------------------------------------------------------------------------------

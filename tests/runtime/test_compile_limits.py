@@ -125,7 +125,7 @@ class Stack(nn.Module):
         return x
 
 
-def assert_same(models, *inputs, atol=1e-7):
+def assert_same(models, *inputs):
     grads = []
     for model in models:
         model.zero_grad()
@@ -133,7 +133,7 @@ def assert_same(models, *inputs, atol=1e-7):
         loss.backward()
         grads.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=atol)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 def data(length: int = 12, seed: int = 0) -> torch.Tensor:
@@ -239,39 +239,27 @@ def test_a_number_of_the_host_that_changes_with_each_batch():
     assert len(find(report, "given-up")) == 1 and has(report, "compiled-too-often", limit=3), report
 
 
-@pytest.mark.parametrize("executor", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("step", [0.1, 1])
-def test_a_number_that_changes_becomes_a_symbol(executor, step):
-    models = pair(lambda: Stack(Layer), executor=executor)
+def test_a_number_that_changes_becomes_a_symbol(step):
+    models = pair(lambda: Stack(Layer))
     for batch in range(5):
         for model in models:
             for layer in model.layers:
                 layer.scale = (batch + 2) * step
-        assert_same(
-            models, data(seed=batch), atol=1e-6 if executor == "inductor" else 1e-7
-        )  # its sums are in another order
+        assert_same(models, data(seed=batch))
     report = tunecompile.report(models[0])
     assert report.compiles == 3 and not find(report, "given-up", "ran-eagerly"), report
 
 
-@pytest.mark.parametrize(
-    "kind, numbers, compiles",
-    [
-        (Layer, [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 4]),
-        # constants as long as there is room: patterns bind them
-        pytest.param(Layer, [1 + n / 16 for n in range(11)], [6, 7], marks=pytest.mark.slow),
-        pytest.param(Repeated, [1, 2, 3, 4, 5], [5], marks=pytest.mark.slow),
-    ],
-)
-def test_each_layer_may_have_a_number_of_its_own(kind, numbers, compiles):
+def test_each_layer_may_have_a_number_of_its_own():
     """More of them than Dynamo makes graphs, where they become symbols."""
-    models = [Stack(kind).double() for _ in range(2)]
+    models = [Stack(Layer).double() for _ in range(2)]
     for model in models:
-        model.layers.extend(copy.deepcopy(model.layers[0]) for _ in range(len(numbers) - 2))
-        for layer, number in zip(model.layers, numbers):
-            layer.scale = number
+        model.layers.extend(copy.deepcopy(model.layers[0]) for _ in range(9))
+        for number, layer in enumerate(model.layers):
+            layer.scale = 2 + number
     tunecompile.optimize(models[0], executor="eager")
-    for length, expected in zip((12, 15), compiles):
+    for length, expected in ((12, 3), (15, 4)):
         assert_same(models, data(length).double())
         report = tunecompile.report(models[0])
         assert report.compiles == expected and not find(report, "given-up", "ran-eagerly"), report

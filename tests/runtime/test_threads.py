@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
 import tunecompile
 from tests.support import zoo
@@ -19,30 +18,6 @@ from tunecompile.runtime.step.of_thread import of_thread
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def train(model: nn.Module, losses: list) -> None:
-    for rows in (2, 3):
-        loss = model(**zoo.batch(seed=rows, rows=rows)).loss
-        loss.backward()
-        losses.append(loss.item())
-
-
-@pytest.mark.slow
-def test_two_models_in_two_threads():
-    models = [pair(lambda: zoo.make(family, num_hidden_layers=2)) for family in ("llama", "qwen3")]
-    losses: dict = {m: [] for both in models for m in both}
-    threads = [threading.Thread(target=train, args=(model, losses[model])) for model, _ in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for model, reference in models:
-        train(reference, losses[reference])
-        assert losses[model] == pytest.approx(losses[reference], rel=1e-5)
-        ours, theirs = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, reference))
-        assert max(zoo.errors(ours, theirs).values()) < 1e-4
-        assert not tunecompile.report(model).notes
 
 
 def test_a_step_while_another_thread_compiles(monkeypatch):

@@ -15,7 +15,7 @@ from tests.support import zoo
 from tests.support.memory.cpu_recorder import CpuRecorder
 from tests.support.models.pairs import of_plain_layers
 from tests.support.notes import find, has
-from tests.support.stacks import gradients, once, same
+from tests.support.stacks import once, same
 from tunecompile.runtime.cuda_graphs import recorded_graph, replay, stacks
 from tunecompile.runtime.model_state import state_of
 
@@ -214,50 +214,6 @@ def test_forwards_without_gradients_are_neither_recorded_nor_replayed(pair, leng
             assert torch.allclose(found, right, atol=1e-5)
     assert recorded(model) == before == 6 and not played
     same(pair, lambda m: once(m, length=16))
-
-
-@pytest.mark.slow
-def test_what_loops_do_beside_plain_steps(pair):
-    """They accumulate, keep gradients, losses and hidden states, run forwards ahead, move weights and switch adapters."""
-    model, _ = pair
-    warm(model)
-    same(pair, lambda m: [once(m, seed=seed) for seed in range(3)])
-    held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    before = gradients(model)
-    model.zero_grad(set_to_none=True)
-    once(model, seed=9)
-    assert all(torch.equal(held[name], value) for name, value in before.items()), "they are not overwritten"
-    same(pair, lambda m: both(m, 16, 16))
-    for m in pair:
-        m(**zoo.batch(seed=1))  # without a backward
-    same(pair, lambda m: once(m, seed=2))
-    kept = [m(**zoo.batch(seed=3)).loss for m in pair]  # whose graphs stay
-    same(pair, lambda m: once(m, seed=4))
-    same(pair, lambda m: kept[m is not model].backward())
-    states = [m(**zoo.batch(seed=1), output_hidden_states=True).hidden_states for m in pair]
-    model(**zoo.batch(seed=2))
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*states))
-    for m in pair:
-        for p in m.parameters():
-            p.data = p.data.clone() * 1.25
-        m.add_adapter("second", copy.deepcopy(m.peft_config["default"]))
-        for name, p in m.named_parameters():
-            if "second" in name:
-                torch.nn.init.constant_(p, 0.01)
-    for name in ("default", "second", "default"):
-        for m in pair:
-            m.set_adapter(name)
-        for seed in range(5):
-            same(pair, lambda m: once(m, seed=seed))
-
-
-@pytest.mark.slow
-def test_shapes_come_and_go(pair):
-    model, reference = pair
-    lengths = [16, 16, 16, 12, 12, 12, 12, 12, 16, 12, 8, 9, 10, 11, 16, 12, 8, 9, 10, 11] * 2
-    for seed, length in enumerate(lengths):
-        same((model, reference), lambda m: once(m, seed=seed, length=length))
-    assert 6 <= recorded(model) <= 2 * 6 * recorded_graph.MAX_SHAPES
 
 
 def test_a_call_that_cannot_be_recorded(pair, monkeypatch):

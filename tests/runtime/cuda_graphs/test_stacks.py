@@ -92,7 +92,7 @@ def test_a_forward_without_a_backward(stack):
     same(stack, lambda m: next(losses).backward())
 
 
-@pytest.mark.parametrize("place", [0, 2, *(pytest.param(p, marks=pytest.mark.slow) for p in (1, 3))])
+@pytest.mark.parametrize("place", [0, 2])
 def test_a_hook_that_looks(stack, replayed, place):
     """It reads what the layer gives, and layers behind it may read what it returns."""
     warm(stack)

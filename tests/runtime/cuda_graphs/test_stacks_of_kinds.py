@@ -7,7 +7,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tests.support.models.pairs import attending, small, without_mlps
+from tests.support.models.pairs import attending, without_mlps
 from tests.support.stacks import TakesOne, of, recorded, same
 from tunecompile.runtime.cuda_graphs import stacks
 from tunecompile.runtime.model_state import state_of
@@ -17,14 +17,9 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize(
-    "build",
-    [attending, pytest.param(lambda **sizes: small("gpt2", **sizes), marks=pytest.mark.slow)],
-    ids=["llama", "gpt2"],
-)
-def test_sizes_and_padding_change(on_cpu, replayed, build):
+def test_sizes_and_padding_change(on_cpu, replayed):
     """Padded batches run as rows without padding, whose sizes are rounded: each is recorded once."""
-    reference = build(num_hidden_layers=3).train()
+    reference = attending(num_hidden_layers=3).train()
     models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
     for seed, length in enumerate([16, 12, 16, 12, 9, 16, 12, 9, 16, 12]):
         batch = zoo.batch(seed=seed, length=length)
@@ -36,12 +31,9 @@ def test_sizes_and_padding_change(on_cpu, replayed, build):
     assert recorded(models[0]) >= 2 and set(replayed) == {3} and not of(models[0]).broken
 
 
-@pytest.mark.parametrize(
-    "family", ["lfm2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_5", "gemma2", "gemma3", "gpt_oss"))]
-)
-def test_layers_of_several_kinds(on_cpu, replayed, family):
+def test_layers_of_several_kinds(on_cpu, replayed):
     """Tables that the first kind does not read are arguments of all; those with a window have a mask of their own."""
-    reference = zoo.adapt(zoo.make(family, num_hidden_layers=3)).train()
+    reference = zoo.adapt(zoo.make("lfm2", num_hidden_layers=3)).train()
     models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
     for seed, length in enumerate([16, 20, 16, 20, 16, 20, 20, 16]):
         batch = zoo.batch(seed=seed, length=length)

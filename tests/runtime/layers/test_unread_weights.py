@@ -71,12 +71,6 @@ def test_weights_that_are_read_are_right_and_are_returned_from_then_on():
     assert len(find(model, "weights-read")) == 1
 
 
-@pytest.mark.slow
-def test_weights_that_are_requested_are_returned():
-    model, found = steps(reads=lambda weights: weights.sum(-1).square().sum(), asks=True)
-    assert found.rewritten == 0 and not has(model, "weights-read")
-
-
 @pytest.mark.parametrize(
     "copied", [lambda x: pickle.loads(pickle.dumps(x)), lambda x: x + 0, torch.clone, copy.deepcopy]
 )

@@ -53,17 +53,3 @@ def test_losses_of_a_bias_and_of_what_is_none():
         *("after a scale", "twice"),  # recorded, and refused by the loss
     ]
     assert head_of(model).rewritten == 1
-
-
-@pytest.mark.slow
-def test_a_bias_that_changes_before_the_loss():
-    model, reference = pair()
-
-    def change(logits):
-        bias = BIAS.clone()
-        made = logits + bias
-        bias.zero_()
-        return made
-
-    assert_same_run(model, reference, loss_of(change))
-    assert head_of(model).rewritten == 1

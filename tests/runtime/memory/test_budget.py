@@ -1,19 +1,15 @@
 """Budgets on real layers: fewer bytes for a smaller budget, bit-equal losses and gradients, plans that follow the batch."""
 
 import functools
-from operator import getitem
 
 import pytest
 
 import tunecompile
-from tests.support import zoo
 from tests.support.compare import assert_equal
 from tests.support.memory import full_device
 from tests.support.memory.budgets import LAYERS, build, needed, step
 from tests.support.notes import codes, find, has
-from tunecompile.compiler import partitioner
 from tunecompile.notes.memory import NOTES
-from tunecompile.ops import lora_linear
 from tunecompile.runtime.memory import accounting
 
 pytest.importorskip("transformers")
@@ -81,35 +77,3 @@ def test_what_waits_on_the_host_comes_back_as_it_was(to_the_host):
         p["layers"] for p in memory["plans"] if p["offload"]
     ) < LAYERS
     assert memory["offload"]["bytes_out"] == memory["offload"]["bytes_back"] > 0 and offload.blocks.pool.used == 0
-
-
-@pytest.mark.slow
-def test_small_results_of_what_is_computed_again_are_saved(monkeypatch):
-    """The inner products of adapters are a few bytes beside the products they were made with."""
-    read, trial, inner = {}, partitioner.Partitioner._try, partitioner._cut
-
-    def follow(self, gm, inputs, kwargs, plan):
-        def cut(*args):
-            graphs = inner(*args)
-            read[plan] = [
-                {user.args[1] for user in node.users if user.target is getitem}
-                for node in graphs[1].graph.nodes
-                if node.target is lora_linear.overload
-            ]
-            return graphs
-
-        monkeypatch.setattr(partitioner, "_cut", cut)
-        return trial(self, gm, inputs, kwargs, plan)
-
-    monkeypatch.setattr(partitioner.Partitioner, "_try", follow)
-    narrow = [
-        tunecompile.optimize(
-            zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS), r=2).train(), memory=memory, executor="eager"
-        )
-        for memory in (None, int(0.3 * needed()))
-    ]
-    assert_equal(*map(step, narrow))
-    assert sum(map(len, read.values())) > 4
-    assert not any(
-        1 in indices for plan, calls in read.items() if plan.recompute is not None for indices in calls
-    )  # xa

@@ -74,10 +74,9 @@ def test_outputs_as_a_dictionary(llama):
     torch.testing.assert_close(mine.layers[1].keys, theirs.layers[1].keys)
 
 
-@pytest.mark.parametrize("family", ["gemma2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("olmo3", "gpt_oss"))])
-def test_log_probs_are_those_of_a_forward(family):
+def test_log_probs_are_those_of_a_forward():
     """Of drawn tokens, as a trainer scores them: ratios of GRPO begin at 1."""
-    model, ours, _ = pair(family)
+    model, ours, _ = pair("gemma2")
     torch.manual_seed(0)
     settings = greedy(do_sample=True, top_k=0, return_dict_in_generate=True, output_logits=True, eos_token_id=None)
     made = ours.generate(**prompts(), **settings)
@@ -114,11 +113,10 @@ def test_samples_have_the_distribution_of_the_scores(llama):
     assert not torch.equal(again, found)
 
 
-@pytest.mark.parametrize("top_k", [5, pytest.param(0, marks=pytest.mark.slow)])
-def test_scores_that_are_no_numbers(top_k):
+def test_scores_that_are_no_numbers():
     """They end in torch's error, and not in some token."""
     _, ours, _ = pair()
-    settings = greedy(do_sample=True, top_k=top_k)
+    settings = greedy(do_sample=True, top_k=5)
     ours.generate(**prompts(), **settings)
     with torch.no_grad():
         ours.lm_head.weight[17] = torch.nan
