@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tunecompile
-from tests.support import chromium, zoo
+from tests.support import zoo
 from tunecompile.compiler import attention_backend
 from tunecompile.compiler import graph_snapshot as snapshots
 from tunecompile.compiler.graph_snapshot import Box, GraphSnapshot
@@ -202,12 +202,3 @@ def test_a_graph_that_cannot_be_read_costs_its_rows_alone(monkeypatch, tmp_path)
     html = tunecompile.explain(model, tmp_path / "page.html").read_text()
     assert {m.family: m.rewritten for m in tunecompile.report(model).matches}["add_rms_norm"] == 1
     assert 'class="graph"' not in html and "This graph cannot be shown" in html
-
-
-@chromium.needed
-def test_in_a_browser(llama, tmp_path):
-    page = tunecompile.explain(llama, tmp_path / "page.html")
-    seen = chromium.look(page, "document.querySelector('.op').innerText")
-    assert seen.addresses == [] and seen.logged == []
-    assert "rms_norm" in seen.answer and "modeling_llama.py:" in seen.answer and "float32" in seen.answer
-    assert 2 <= chromium.pages_printed(page) <= 12

@@ -9,7 +9,6 @@ from tests.support.comparisons import run
 
 pytest.importorskip("pydantic")
 
-from tests.support import chromium
 from tunecompile.cli.compare.assemble import break_even
 from tunecompile.cli.compare.curves import compare_curves, judge_curves
 from tunecompile.cli.compare.judge import passed
@@ -49,34 +48,6 @@ def test_the_page_needs_nothing_from_outside_and_escapes(result, tmp_path):
     assert not re.search(r'(src|href)="(?!data:)', html) and html.count("<script") == 1
     assert "<b>bold</b>" not in html and "&lt;b&gt;bold" in html
     assert html.count("x &lt; y") == 1  # a reason is told once
-
-
-@chromium.needed
-def test_in_a_browser(result, tmp_path):
-    page = write_reports(result, tmp_path)["html"]
-    seen = chromium.look(page)
-    assert seen.addresses == [] and seen.logged == []
-    assert len(seen.pictures) == 6 and all(
-        p["width"] > 300 and p["height"] > 100 and p["drawn"] > 100 for p in seen.pictures
-    )
-    assert 1 <= chromium.pages_printed(page) <= 6
-
-
-SORT = """(() => {
-  const head = [...document.querySelectorAll("th")].find(each => each.textContent.startsWith("step, ms")), table = head.closest("table");
-  const column = () => [...table.rows].slice(1).map(row => row.cells[0].textContent);
-  return ["click", "click"].map(event => (head[event](), [head.ariaSort, ...column()]));
-})()"""
-
-
-@chromium.needed
-def test_tables_sort_by_number_with_what_has_none_last(result, tmp_path):
-    result["runs"].append(run("compile", 1090.0, 3.0))  # as text, before the others
-    seen = chromium.look(write_reports(result, tmp_path)["html"], SORT)
-    assert seen.logged == [] and seen.answer == [
-        ["ascending", "tunecompile", "hf", "compile", "liger"],
-        ["descending", "compile", "hf", "tunecompile", "liger"],
-    ]
 
 
 def test_a_result_without_a_finished_run_is_still_a_report(result, tmp_path):

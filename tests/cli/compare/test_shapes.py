@@ -15,7 +15,7 @@ from tunecompile.estimate.known_shapes import SHAPES, empty_model, lora_targets,
 
 @pytest.mark.parametrize(
     "name, quantise",
-    [("llama-tiny", False), ("mixture-tiny", False), pytest.param("llama-tiny", True, marks=pytest.mark.slow)],
+    [("llama-tiny", False), ("mixture-tiny", False)],
 )
 def test_what_is_saved_is_what_is_built(tmp_path, name, quantise):
     transformers = pytest.importorskip("transformers")
