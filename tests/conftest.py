@@ -62,11 +62,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    from tests.support.compiling import without_profiles, without_queues, without_traces
+    from tests.support.compiling import without_profiles, without_traces
 
     without_profiles()
     without_traces()
-    without_queues()
     if unnamed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"no two processes call it the same, give the case a name: {unnamed[0]}")
     items.sort(key=longest_first)

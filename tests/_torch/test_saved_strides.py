@@ -99,12 +99,11 @@ class Stack(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "firsts, lengths",
-    [
-        pytest.param([packed], (6,), id="generated", marks=pytest.mark.slow),
-        pytest.param([packed, lambda run: run()], (6, 9, 6), id="symbols and caches", marks=pytest.mark.slow),
-    ],
+    [([packed], (6,)), ([packed, lambda run: run()], (6, 9, 6))],
+    ids=["generated", "symbols and caches"],
 )
 def test_saved_tensors_that_were_copied(firsts, lengths, tmp_path, monkeypatch):
     """Generated code, for constant sizes and for symbols; the second time from caches, without hooks in the first batch."""

@@ -68,14 +68,6 @@ def test_longer_rows_until_one_does_not_fit(longest, monkeypatch):
 
 
 @pytest.mark.slow
-def test_rows_of_given_lengths_under_a_budget_of_their_own(longest):
-    _, run = longest
-    rows = run("--lengths", "64,128", "--memory", "1KiB")
-    assert [(row["shape"], row["status"]) for row in rows] == [("1x64", "ok"), ("1x128", "ok")]
-    assert all(plan["recompute"] for row in rows for plan in row["memory"]["plans"])
-
-
-@pytest.mark.slow
 def test_the_first_row_is_as_long_as_is_estimated_to_fit(longest, monkeypatch):
     module, run = longest
     monkeypatch.setattr(module.Bench, "train", lambda self, length: {"status": "oom", "reason": "", "length": length})
@@ -289,18 +281,10 @@ def test_steps_with_images_of_changing_sizes(tower, tmp_path, monkeypatch):
     assert "tower " + tower in report.render_vision(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "model, mode, kinds",
-    [
-        ("wan-tiny", "lora", 1),
-        pytest.param("flux-tiny", "qlora", 2, marks=pytest.mark.slow),
-        pytest.param("qwen-image-tiny", "qlora", 1, marks=pytest.mark.slow),
-    ],
-)
-def test_steps_of_a_diffusion_transformer(model, mode, kinds, tmp_path, monkeypatch):
+def test_steps_of_a_diffusion_transformer(tmp_path, monkeypatch):
     """Systems see the same batches of all aspects. (In this process, with small images.)"""
     pytest.importorskip("diffusers")
-    pytest.importorskip("bitsandbytes" if mode == "qlora" else "peft")
+    pytest.importorskip("peft")
     from benchmarks.steps import diffusion
 
     def here(given, name, *_):
@@ -308,7 +292,7 @@ def test_steps_of_a_diffusion_transformer(model, mode, kinds, tmp_path, monkeypa
 
     monkeypatch.setattr(diffusion, "run", here)
     out = tmp_path / "steps.json"
-    command = ["diffusion.py", "--model", model, "--mode", mode, "--systems", "hf,hf-checkpoint,tunecompile"]
+    command = ["diffusion.py", "--model", "wan-tiny", "--mode", "lora", "--systems", "hf,hf-checkpoint,tunecompile"]
     command += ["--pixels", "256", "--buckets", "3", "--text", "6", "--layers", "2", "--steps", "4", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
     assert diffusion.main() == 0
@@ -316,7 +300,7 @@ def test_steps_of_a_diffusion_transformer(model, mode, kinds, tmp_path, monkeypa
     assert eager["losses"] == pytest.approx(ours["losses"], rel=1e-3) and eager["losses"] == checkpointed["losses"]
     assert len(ours["losses"]) == 13 and ours["repeats"] == 6 and ours["shape"] == "1x~256px" and ours["layers"] == 2
     assert checkpointed["checkpointing"] and eager["compilations"] == 0
-    assert (ours["compilations"], ours["late_compilations"]) == (kinds, 0)
+    assert (ours["compilations"], ours["late_compilations"]) == (1, 0)
 
 
 @pytest.mark.parametrize("model, kinds", [("vit-tiny", 1), pytest.param("whisper-tiny", 2, marks=pytest.mark.slow)])

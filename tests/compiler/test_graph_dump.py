@@ -3,9 +3,6 @@
 import json
 import logging
 import os
-import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -156,26 +153,6 @@ def test_the_report_tells_what_each_pass_did():
     assert changes["lower", "backward", "choose_provider"]["tunecompile.rms_norm_backward"] == -1
     assert all(count for difference in changes.values() for count in difference.values())
     assert "aten.mul" not in str(tunecompile.report(model)), "the printed report stays short"
-
-
-TRACED = """
-from tests.support.models.layers import trained
-trained()
-"""
-
-
-@pytest.mark.slow
-def test_the_structured_trace_has_the_same(tmp_path):
-    environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.pop("TUNECOMPILE_DUMP", None)
-    subprocess.run([sys.executable, "-c", TRACED], env=environment, check=True, timeout=120)
-    (log,) = tmp_path.iterdir()
-    text = log.read_text(encoding="utf-8")
-    assert (
-        re.findall(r'"name": "tunecompile\.layers_NormedMLP\.([\w.]+)", "encoding": "string"', text)[: len(STEPS)]
-        == STEPS
-    )
-    assert "# after pass rms_norm: +1 tunecompile.rms_norm" in text
 
 
 @pytest.mark.parametrize(

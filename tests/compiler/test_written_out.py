@@ -157,10 +157,9 @@ def turns(letters: str) -> list[str]:
     return ["".join(each) for each in itertools.permutations(letters)]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
-def test_products_by_letters(seed):
+def test_products_by_letters():
     """In any order of their dimensions; the operands of each may be exchanged."""
-    draw, found = torch.Generator().manual_seed(seed), 0
+    draw, found = torch.Generator().manual_seed(0), 0
 
     def one(of):
         return of[int(torch.randint(len(of), (), generator=draw))]

@@ -87,12 +87,9 @@ def test_what_each_gpu_holds():
     )
 
 
-@pytest.mark.parametrize(
-    "name, billions", [("llama-3.1-8b", 8.03), pytest.param("llama-3.3-70b", 70.55, marks=pytest.mark.slow)]
-)
-def test_a_model_is_made_of_its_parts(name, billions):
-    plain, packed = (parts_of(meta_model(name, mode, 16)) for mode in ("full", "qlora"))
-    assert plain.all.weights == pytest.approx(2 * billions * 1e9, rel=0.01) and plain.all.gradients == pytest.approx(
+def test_a_model_is_made_of_its_parts():
+    plain, packed = (parts_of(meta_model("llama-3.1-8b", mode, 16)) for mode in ("full", "qlora"))
+    assert plain.all.weights == pytest.approx(2 * 8.03 * 1e9, rel=0.01) and plain.all.gradients == pytest.approx(
         plain.all.weights, rel=0.01
     )
     assert plain.all.optimizer == 2 * plain.all.gradients and len({layer.weights for layer in plain.layers}) == 1
@@ -109,18 +106,6 @@ def test_a_model_is_made_of_its_parts(name, billions):
 
 def question(**changes) -> Question:
     return Question(**{"model": "llama-tiny", "mode": "qlora", "rows": 2, "length": 256, "gpu": H100} | changes)
-
-
-@pytest.mark.slow
-def test_an_engine_is_told_of_alike_whoever_was_asked_before():
-    """Frozen 4-bit weights may stay dequantised where they are on one GPU, and whole: engines share a rehearsal that surveyed what they need."""
-
-    def planner():
-        return MultiGpuPlanner(question(gpus=4, memory="4GiB"))
-
-    several = planner()
-    in_turn = [several.device_map(), several.one_gpu(), several.fsdp(), several.ddp()]
-    assert in_turn == [planner().device_map(), planner().one_gpu(), planner().fsdp(), planner().ddp()]
 
 
 @pytest.mark.slow
@@ -175,17 +160,3 @@ def test_what_does_not_fit_says_what_helps():
     assert (
         plan(question(mode="full", gpu=find_gpu("h100,memory=1GiB"), rows=one.most_rows, length=2048)).best == "one GPU"
     )
-
-
-@pytest.mark.slow
-def test_adapters_of_a_smaller_rank_help_where_they_are_large():
-    """Over experts they may take more than the base."""
-    asked = {"model": "mixture-tiny", "mode": "lora", "rank": 64, "rows": 1, "length": 64}
-    one = plan(question(memory="1GiB", **asked)).engines[0]
-    assert one.fits
-    context = 2**30 - one.allowed / 0.95
-    trained = 2 * one.gradients + one.optimizer
-    memory = int(context + (one.peak - 0.4 * trained) / 0.95)
-    less = plan(question(memory=memory, **asked)).engines[0]
-    assert not less.fits and "--rank 32 fits" in less.help, less
-    assert plan(question(memory=memory, **asked | {"rank": 32})).engines[0].fits

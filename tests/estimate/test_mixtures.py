@@ -6,7 +6,6 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.models.packed import OVER
-from tunecompile.estimate.known_shapes import SHAPES
 from tunecompile.estimate.meta_model import meta_model
 from tunecompile.integrations.packed_experts.meta import pack_on_meta
 from tunecompile.integrations.packed_experts.quantize import stacks
@@ -43,24 +42,6 @@ def test_without_weights(packed):
     if packed:
         lighter = tunecompile.estimate(adapted(False, True), (2, 64), gpu="h100").weights - hollow.weights
         assert lighter == pytest.approx(stacked * (1 - 0.25 * (1 + 1 / 32)), rel=0.02)
-
-
-@pytest.mark.slow
-def test_layers_with_stacks_in_4_bits_are_traced_once(monkeypatch):
-    """Each has a class of its own, on which Dynamo guards. Gemma's are all called: they hand keys on in a mapping.
-
-    (From transformers 5.24 on the last layer with a window does so, too: a graph more.)
-    """
-    sizes = dict(
-        hidden_size=64, intermediate_size=64, num_attention_heads=4, head_dim=16, num_experts=4, top_k_experts=2
-    )
-    kinds = dict(layer_types=["sliding_attention"] * 5 + ["full_attention"], num_hidden_layers=6)
-    other = dict(global_head_dim=16, num_global_key_value_heads=2, num_key_value_heads=2, moe_intermediate_size=64)
-    monkeypatch.setitem(SHAPES, "a-tiny-gemma", SHAPES["gemma-4-26b-a4b"] | sizes | kinds | other | {"vocab_size": 128})
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    tunecompile.estimate(meta_model("a-tiny-gemma", "qlora", 4), (1, 64), gpu="h100")
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] in (2, 3)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Functions with kernels of other packages behind them: an op is traced in their place, where they are transformers' own."""
 
-import copy
-import functools
 import importlib
 import sys
 
@@ -10,38 +8,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support import zoo
-from tests.support.compare import assert_close
 from tests.support.models import hybrids
-from tests.support.models.pairs import optimized
-from tests.support.notes import find
 from tunecompile.integrations.kernel_functions import meanings
 from tunecompile.integrations.kernel_functions.substitute import _has_unknown, knows_documents, substitute
 
 pytest.importorskip("transformers.models.qwen3_5")
-
-
-@pytest.mark.slow
-def test_another_function_in_the_file_is_called():
-    """Of the user's, around transformers' own."""
-    model = hybrids.make(
-        "qwen3_5", torch.float32, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]
-    )
-    home = hybrids.home_of(model)
-    stock = home.torch_chunk_gated_delta_rule
-
-    @functools.wraps(stock)
-    def mine(*args, **kwargs):
-        made, state = stock(*args, **kwargs)
-        return made * 0.5, state
-
-    before = zoo.step(optimized(copy.deepcopy(model)), zoo.batch())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(home, "torch_chunk_gated_delta_rule", mine)
-        found = optimized(copy.deepcopy(model))
-        assert_close(zoo.step(found, zoo.batch()), zoo.step(model, zoo.batch()), limit=1e-3)
-        assert find(found, "kernel-function-replaced", subject="torch_chunk_gated_delta_rule")
-    assert zoo.step(found, zoo.batch())[0] == pytest.approx(before[0].item(), rel=1e-6)  # it is gone
 
 
 def test_functions_are_known_under_autocast():

@@ -59,23 +59,16 @@ def test_numbers_are_eagers(family):
         assert_close(zoo.step(model, inputs), zoo.step(reference, inputs), floor=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("family", "count"), [("gemma2", 1), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in FAMILIES)]
-)
-def test_optimized(family, count):
+def test_optimized():
     """What is found is what would be found of the models' own code."""
-    alike = {"layer_types": ["full_attention"] * 2} if count == 1 else {}
-    model = optimized(make(family, **NAMES, **alike).train())
-    reference = make(family, attn_implementation="eager", experts_implementation="eager", **alike).train()
-    for inputs in batches()[1 : 1 + count] if count == 1 else batches():
-        assert_close(zoo.step(model, inputs), zoo.step(reference, inputs), floor=1e-4)
+    alike = {"layer_types": ["full_attention"] * 2}
+    model = optimized(make("gemma2", **NAMES, **alike).train())
+    reference = make("gemma2", attn_implementation="eager", experts_implementation="eager", **alike).train()
+    assert_close(zoo.step(model, padded(seed=1)), zoo.step(reference, padded(seed=1)), floor=1e-4)
     report = tunecompile.report(model)
     (region,) = report.regions
-    if family != "bloom":
-        assert flattened(model) and not find(model, "padding-kept"), report
-        assert region.providers["varlen_attention: reference"], report
-    if family in ("gpt_oss", "qwen3_moe"):
-        assert region.providers["grouped_lora_linear: reference"] == 2, report
+    assert flattened(model) and not find(model, "padding-kept"), report
+    assert region.providers["varlen_attention: reference"], report
 
 
 @pytest.mark.parametrize("more", [{}, {"s_aux": torch.tensor([0.5, -1.0])}, {"softcap": 0.5}])
@@ -99,12 +92,10 @@ def test_what_it_does_not_know_is_refused():
         attention(torch.nn.Module(), x, x, x, None, softcap=30.0, cache=object())
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation(family, cache):
-    model = make(family, **NAMES, use_cache=True).eval()
-    other = "eager" if family == "gpt_oss" else "sdpa"
-    reference = make(family, attn_implementation=other, experts_implementation="eager", use_cache=True).eval()
+def test_generation(cache):
+    model = make("gpt_oss", **NAMES, use_cache=True).eval()
+    reference = make("gpt_oss", attn_implementation="eager", experts_implementation="eager", use_cache=True).eval()
     inputs = {"input_ids": zoo.batch(256, 2, 8)["input_ids"], "attention_mask": torch.ones(2, 8, dtype=torch.long)}
     inputs["attention_mask"][1, :3] = 0
     options = dict(max_new_tokens=8, do_sample=False, cache_implementation=cache, eos_token_id=None, pad_token_id=0)

@@ -25,16 +25,8 @@ def is_ours(model: torch.nn.Module) -> bool:
     return head_tally(model).rewritten == 1 and not find(tunecompile.report(model), "fused-head-left")
 
 
-FAMILIES = [
-    "llama",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "granite", "cohere", "qwen3", "llama full")),
-]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scores_and_gradients(family):
-    name, _, full = family.partition(" ")
-    models = pair(lambda: small(name) if full else zoo.adapt(small(name)))
+def test_scores_and_gradients():
+    models = pair(lambda: zoo.adapt(small()))
     for model in models:
         with_head(model, temperature=0.7)
         model.train()
@@ -54,22 +46,7 @@ def test_scores_and_gradients(family):
         torch.testing.assert_close(*(getattr(each, key) for each in pairs), rtol=2e-5, atol=2e-6)
     assert is_ours(models[0]) and has(models[0], "evaluation-compiled", count=1)
     tunecompile.restore(models[0])
-    base = models[0] if full else models[0].get_base_model()
-    assert base.forward.__func__.__globals__["__name__"] == "trl.trainer.utils"
-
-
-@pytest.mark.slow
-def test_without_gradients_the_same_bits():
-    """The old policy and the new one: their ratio is 1."""
-    model = with_head(pair(lambda: zoo.adapt(small()))[0])
-    with torch.no_grad():
-        old = model(**padded_left(), fused_lm_head=True)
-    new, _ = scored(model)
-    with torch.no_grad():
-        again = model(**padded_left(), fused_lm_head=True)
-    for key in OUTPUTS:
-        assert torch.equal(getattr(old, key), getattr(new, key)) and torch.equal(getattr(again, key), getattr(new, key))
-    assert is_ours(model)
+    assert models[0].get_base_model().forward.__func__.__globals__["__name__"] == "trl.trainer.utils"
 
 
 @pytest.mark.slow

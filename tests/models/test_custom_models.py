@@ -56,32 +56,6 @@ def test_no_repeated_layers():
     assert matches(report)["rms_norm"] == (1, 1)
 
 
-class Crossing(nn.Module):
-    """Layers of two classes in one list, as models of text and images have them: some read a memory, and are left out where there is none."""
-
-    def __init__(self):
-        super().__init__()
-        kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-        self.layers = nn.ModuleList(kinds[i % 2](WIDTH, HEADS, WIDTH, 0.0, batch_first=True) for i in range(4))
-
-    def forward(self, x, memory=None):
-        for layer in self.layers:
-            if isinstance(layer, nn.TransformerEncoderLayer):
-                x = layer(x)
-            elif memory is not None:
-                x = layer(x, memory)
-        return x
-
-
-@pytest.mark.slow
-def test_layers_of_two_classes_in_one_list():
-    x, memory = torch.randn(2, 5, WIDTH), torch.randn(2, 7, WIDTH)
-    report = trained_beside_eager(Crossing(), x, memory)
-    assert [(r.layers, r.compiles) for r in report.regions] == [(2, 1), (2, 1)] and not report.notes[1:], report
-    report = trained_beside_eager(Crossing(), x)
-    assert [(r.layers, r.compiles) for r in report.regions] == [(2, 1), (2, 0)], report
-
-
 class Beside(nn.Module):
     """A small tower of layers beside a large part that has none."""
 
@@ -118,19 +92,6 @@ def test_no_parameters_and_no_layers():
     model = tunecompile.optimize(nn.Identity().train(), executor="eager")
     model(x).sum().backward()
     assert x.grad.eq(1).all() and str(tunecompile.report(model))
-
-
-@pytest.mark.slow
-def test_encoder_of_torch_itself():
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-    padding = torch.zeros(3, 7, dtype=torch.bool)
-    padding[0, 4:] = True
-    report = trained_beside_eager(
-        nn.TransformerEncoder(layer, 3, enable_nested_tensor=False),
-        torch.randn(3, 7, WIDTH),
-        src_key_padding_mask=padding,
-    )
-    assert report.regions[0].layers == 3 and report.compiles >= 1
 
 
 class Sequence(nn.Module):

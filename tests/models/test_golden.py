@@ -10,8 +10,8 @@ from tests.support import zoo  # noqa: E402
 from tests.support.notes import EAGER, find
 from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS
 
-#: each is unlike the others: parallel blocks, norms behind them, experts; test_families.py has the commonest
-QUICK = ("qwen3_moe",)
+#: norms of heads and windows of their own, and experts
+QUICK = ("gemma3", "qwen3_moe")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

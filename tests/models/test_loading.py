@@ -52,10 +52,8 @@ def test_shards_are_quantised_as_they_are_read(where, path):
     assert {m.family: m.rewritten for m in report.matches}["lora"] == 7 and report.compiles == 1
 
 
-@pytest.mark.parametrize(
-    "placement",
-    [pytest.param(name, marks=pytest.mark.slow) for name in ("auto", "balanced", "balanced_low_0", "sequential")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["auto", "balanced", "balanced_low_0", "sequential"])
 def test_every_placement(placement, path):
     room = {"cpu": "1GB"} | ({0: "1GB"} if DEVICE == "cuda" else {})
     report = trained(lambda: loaded("device_map=placement", path=path, placement=placement, room=room))

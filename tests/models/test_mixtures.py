@@ -4,10 +4,8 @@
 """
 
 import copy
-import inspect
 
 import pytest
-import torch
 
 import tunecompile
 from tests.support import zoo
@@ -42,50 +40,6 @@ def test_gradients_are_eagers_and_experts_are_found(family, way):
     kinds = len(report.regions)
     counts = {match.family: (match.found, match.rewritten) for match in report.matches}
     assert counts["experts"] == (2 * kinds, 2 * kinds) and counts["expert_rows"] == (3 * kinds, 3 * kinds), report
-
-
-def by_loss(model, inputs, **options):
-    """Router logits are those of every layer."""
-    outputs = model(**inputs, **options)
-    if options:
-        assert len(outputs.router_logits) == 2 and outputs.aux_loss > 0
-    return outputs.loss
-
-
-@pytest.mark.parametrize(
-    "family, trained, changes",
-    [
-        pytest.param("qwen3_moe", "router", {}, marks=pytest.mark.slow),  # tests/runtime/unpad/test_router_logits.py
-        pytest.param("mixtral", "all", {"router_jitter_noise": 0.1}, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", "adapters", {}, marks=pytest.mark.slow),
-    ],
-)
-def test_losses_of_routers(family, trained, changes):
-    """A router has gradients of its own where the loss weighs how evenly it loads its experts."""
-    model = zoo.make(family, num_hidden_layers=2, router_aux_loss_coef=0.5, **changes)
-    if trained != "all":
-        over = [f"mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")]
-        model = zoo.adapt(model, target_modules=["q_proj"], target_parameters=over)
-    routers = [p for name, p in model.named_parameters() if name.endswith(("gate.weight", "router.weight"))]
-    for router in routers if trained == "router" else ():
-        router.requires_grad_()
-    ours = tunecompile.optimize(copy.deepcopy(model), executor="eager")
-    for options in ({"output_router_logits": True}, {}):
-        steps = []
-        for each in (model, ours):
-            torch.manual_seed(0)  # of the noise
-            steps.append(zoo.step(each, zoo.batch(), loss=lambda m, inputs: by_loss(m, inputs, **options)))
-        (loss, true), (mine, got) = steps
-        assert len(routers) == 2 and abs(loss - mine) < 1e-5 and max(zoo.errors(got, true, 1e-3).values()) < 1e-4
-        assert sum(name.endswith(("gate.weight", "router.weight")) for name in got) == (
-            0 if trained == "adapters" else 2
-        )
-    report = tunecompile.report(ours)
-    kinds = 4 if family == "gpt_oss" else 2  # every other layer has a window, which full batches of documents tell
-    assert report.compiles == kinds and not find(report, *EAGER, *BROKEN, "compiled-without-rewrites"), report
-    tunecompile.restore(ours)
-    hooks = [hook for module in ours.modules() for hook in module._forward_hooks.values()]
-    assert hooks and all(inspect.isfunction(hook) for hook in hooks)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Losses of preferences and rewards by TRL's own functions and trainers: the same curves as without `optimize`, and no logits but for metrics."""
 
-import functools
-
 import pytest
 
 import tunecompile
@@ -20,11 +18,7 @@ pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [dpo, grpo, pytest.param(functools.partial(grpo, entropy=False), marks=pytest.mark.slow)],
-    ids=["dpo", "grpo", "grpo without entropy"],
-)
+@pytest.mark.parametrize("loss", [dpo, grpo])
 def test_by_trls_functions(loss, made):
     model, reference = pair(adapted)
     assert_same_run(model, reference, lambda m: loss(m, zoo.batch(rows=4)))

@@ -62,15 +62,12 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(run, mlp_leaves(arguments), fast_mode=True)
 
 
-@pytest.mark.parametrize("tiles", [4, *(pytest.param(tiles, marks=pytest.mark.slow) for tiles in (1, 2, 16))])
-def test_fake_and_schema(tiles):
+def test_fake_and_schema():
     for arguments in (dense_mlp(), packed_mlp(True)[0]):
         detached = tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, arguments)
-        assert_fake_is_real(lora_mlp_tiled, *detached, tiles)
-        assert_fake_is_real(
-            lora_mlp_tiled.backward_op, torch.randn_like(lora_mlp_tiled(*detached, tiles)), *detached, tiles
-        )
-    torch.library.opcheck(lora_mlp_tiled.overload, (*dense_mlp(), tiles))
+        assert_fake_is_real(lora_mlp_tiled, *detached, 4)
+        assert_fake_is_real(lora_mlp_tiled.backward_op, torch.randn_like(lora_mlp_tiled(*detached, 4)), *detached, 4)
+    torch.library.opcheck(lora_mlp_tiled.overload, (*dense_mlp(), 4))
 
 
 def test_a_tiled_form_takes_what_the_op_takes():

@@ -172,13 +172,9 @@ def test_peft_with_dropout():
     assert len(seen.graphs) == 1 and len(seen.refused) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "double, storage",
-    [
-        pytest.param(*each, marks=pytest.mark.slow)
-        for each in ((True, torch.uint8), (False, torch.uint8), (True, torch.bfloat16))
-    ],
-    ids=str,
+    "double, storage", [(True, torch.uint8), (False, torch.uint8), (True, torch.bfloat16)], ids=str
 )
 def test_peft_over_4_bits(double, storage):
     peft, _ = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")

@@ -89,13 +89,12 @@ class Turned(nn.Module):
         return (result + F.linear(F.linear(self.dropout(x.to(self.a.dtype)), self.a), self.b) * 0.5).to(dtype)
 
 
-@pytest.mark.parametrize("spelling", [pytest.param(rows_of, marks=pytest.mark.slow), behind])
-def test_bias_beside_other_spellings_of_the_product(spelling):
-    layer = Turned(spelling)
-    for shape in [(8,)] * (spelling is behind) + [(4, 8), (2, 3, 8), (2, 1, 3, 8), (2, 0, 8)]:
+def test_bias_beside_other_spellings_of_the_product():
+    layer = Turned(behind)
+    for shape in ((8,), (4, 8), (2, 3, 8), (2, 1, 3, 8), (2, 0, 8)):
         check(layer, random(*shape), expect={"lora_linear": 1}, parameters=list(layer.parameters()))
     check(layer, random(2, 3, 8), expect={"lora_linear": 1}, rows=(0, 1), parameters=list(layer.parameters()))
-    half = Turned(spelling, torch.bfloat16)
+    half = Turned(behind, torch.bfloat16)
     check(
         half,
         random(2, 3, 8, dtype=torch.bfloat16),
@@ -105,7 +104,7 @@ def test_bias_beside_other_spellings_of_the_product(spelling):
     )
     assert any(
         node.target is F.dropout
-        for node in check(Turned(spelling, dropout=0.5), random(2, 3, 8), expect={"lora_linear": 1}, tol=9)
+        for node in check(Turned(behind, dropout=0.5), random(2, 3, 8), expect={"lora_linear": 1}, tol=9)
         .graphs[0]
         .nodes
     )

@@ -60,9 +60,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "fp4" else pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
-)
+@pytest.mark.parametrize("name", OTHERS)
 def test_siblings_in_two_formats_are_dequantised(name):
     one, other = linear_4bit(6, 128), OTHERS[name]()
 

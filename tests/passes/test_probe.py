@@ -205,12 +205,7 @@ NAMED = {op.name: op for op in OPS.values()}
 EXAMPLES = [name for name, op in NAMED.items() if op.example]
 
 
-SLOW = ("channel_delta_rule", "gated_delta_rule", "selective_scan", "ssd_scan")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in EXAMPLES]
-)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_references_run_on_the_arguments_of_a_trial(name):
     """The same ones each time, and the user's random numbers stay as they were."""
     op, state = NAMED[name], torch.get_rng_state()

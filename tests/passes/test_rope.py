@@ -162,13 +162,7 @@ SLICES = {
 }  # DeepSeek: pairs become halves
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("halves from the end", "full slices") else pytest.param(name, marks=pytest.mark.slow)
-        for name in SLICES
-    ],
-)
+@pytest.mark.parametrize("name", SLICES)
 def test_slices_and_tables_of_half_the_width(name):
     fn = in_slices(*SLICES[name])
     check(fn, random(2, 4, 5, 8), *halves(), passes=PASSES, expect={"rope": 1})

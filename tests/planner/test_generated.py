@@ -40,12 +40,6 @@ def test_dense_layers_that_are_recomputed():
     assert off(DENSE, "all", "attention", "tiles") == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape, plans", [(HYBRID, ("all", "tiles")), (DENSE, ("keep", "named"))])
-def test_other_plans(shape, plans):
-    assert off(shape, *plans) == []
-
-
 CONVOLUTION = """
 import torch
 from torch._inductor.decomposition import select_decomp_table

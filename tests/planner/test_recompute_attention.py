@@ -49,13 +49,6 @@ def test_the_same_bits_for_fewer_bytes(monkeypatch):
     assert saved_bytes(model) < 0.85 * saved_bytes(without)
 
 
-@pytest.mark.slow
-def test_dropout_in_attention_is_never_drawn_twice():
-    model, reference = deep("1KiB", attention_dropout=0.3), deep(None, attention_dropout=0.3)
-    assert_equal(step(model), step(reference))
-    assert "attention" not in follows(model)
-
-
 def test_which_calls_are_recomputable():
     q = torch.randn(1, 2, 8, 16)
     graph = make_fx(lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True))(q).graph

@@ -3,7 +3,6 @@
 import logging
 import os
 
-import torch
 from torch._dynamo import guards
 
 
@@ -20,9 +19,3 @@ def without_traces() -> None:
         log.propagate = True
         for handler in log.handlers[:]:
             log.removeHandler(handler)
-
-
-def without_queues() -> None:
-    """Without a GPU a seed is the CPU's alone. torch keeps it for those that may come, each time with the stack as text."""
-    if hasattr(torch.random, "_manual_seed_impl") and not torch.accelerator.is_available():
-        torch.random._manual_seed_impl = lambda seed: torch.default_generator.manual_seed(int(seed))

@@ -17,7 +17,6 @@ SMALL = dict(
     vocab_size=256,
     max_position_embeddings=128,
 )
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
 
 
 #: family -> how transformers calls it, and what its config needs beside `SMALL`

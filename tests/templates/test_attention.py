@@ -33,12 +33,7 @@ def compare(device, error, limit, lengths, heads, shared, width, window, softcap
 
 @pytest.mark.parametrize(
     "lengths, heads, shared, width, window, softcap",
-    [
-        ((5, 0, 1, 70), 4, 2, 16, 0, 2.0),
-        ((5, 0, 1, 70), 2, 2, 80, 7, 0.0),
-        pytest.param((130,), 2, 1, 200, 0, 5.0, marks=pytest.mark.slow),
-        pytest.param((66,), 2, 1, 512, 2, 50.0, marks=pytest.mark.slow),
-    ],
+    [((5, 0, 1, 70), 4, 2, 16, 0, 2.0), ((5, 0, 1, 70), 2, 2, 80, 7, 0.0)],
 )
 def test_against_fp64(device, error, lengths, heads, shared, width, window, softcap):
     limit = 1e-8 * max(width, 200)  # eager in fp32: 8e-7 at heads of 512

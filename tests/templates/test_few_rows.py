@@ -23,7 +23,6 @@ def adapters(sizes, k, ranks, device, dtype):
         (1, 128, (64,), (4,), {"quant_type": "fp4"}),
         (17, 512, (64, 192), (8, 24), {"nested": False}),
         (5, 384, (64,), (16,), {"blocksize": 128}),
-        pytest.param(64, 1024, (64, 64, 128), (3, 16, 32), {}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.gpu), torch.float32])

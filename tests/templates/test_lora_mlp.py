@@ -167,10 +167,9 @@ def through_pieces(op, arguments, tiles):
     ]
 
 
-@pytest.mark.parametrize("tiles", [4, *(pytest.param(tiles, marks=pytest.mark.slow) for tiles in (1, 2, 16))])
-def test_provider_in_pieces(error, arguments, tiles):
+def test_provider_in_pieces(error, arguments):
     from tunecompile.ops import lora_mlp as op
 
-    for mine, theirs, best in through_pieces(op, arguments("silu", torch.float16), tiles):
+    for mine, theirs, best in through_pieces(op, arguments("silu", torch.float16), 4):
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
         assert error(mine, best) <= 2 * max(error(theirs, best), torch.finfo(torch.float16).eps / 2)

@@ -12,7 +12,7 @@ from tunecompile.templates.nf4 import Adapter  # noqa: E402
 
 
 @pytest.mark.parametrize("nested", (False, True), ids=("fp32_absmax", "nested"))
-@pytest.mark.parametrize("dtype", (torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bit_equal(device, cast, dtype, nested):
     w = Weight(9, 576, device, nested=nested)
     assert torch.equal(nf4.dequantize(*w.arguments(dtype), **w.options), w.reference(dtype, cast))

@@ -47,11 +47,7 @@ def verified(eight, dtype=torch.bfloat16, quantise=False):
 
 @pytest.mark.parametrize(
     "eight, dtype, quantise",
-    [
-        (FP8, torch.bfloat16, False),
-        (INT8, torch.bfloat16, True),
-        pytest.param(INT8, torch.float16, False, marks=pytest.mark.slow),
-    ],
+    [(FP8, torch.bfloat16, False), (INT8, torch.bfloat16, True)],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_rounding_on_purpose_is_no_fault(eight, dtype, quantise):

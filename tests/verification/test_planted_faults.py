@@ -239,27 +239,15 @@ def test_the_pass_shows_it(fault, monkeypatch):
     assert not pass_holds(subject)
 
 
-@pytest.mark.parametrize(
-    "of",
-    [pytest.param(of, marks=pytest.mark.slow) for of, subject in SUBJECTS.items() if subject.model],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("of", [of for of, subject in SUBJECTS.items() if subject.model])
 def test_a_right_step_is_verified(of, monkeypatch):
     plant(monkeypatch, SUBJECTS[of])
     assert model_holds(SUBJECTS[of], monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(
-            fault,
-            id=f"{fault.of}: {fault.what}",
-            marks=pytest.mark.slow,
-        )
-        for fault in FAULTS
-        if SUBJECTS[fault.of].model
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", named(fault for fault in FAULTS if SUBJECTS[fault.of].model))
 def test_verification_of_a_model_shows_it(fault, monkeypatch):
     plant(monkeypatch, SUBJECTS[fault.of], fault.old, fault.new)
     assert not model_holds(SUBJECTS[fault.of], monkeypatch)

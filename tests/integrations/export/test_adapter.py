@@ -14,11 +14,9 @@ from tunecompile.cli.main import app
 PeftModel = pytest.importorskip("peft").PeftModel
 
 
-@pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "nf4"])
-def test_saved_as_without_tunecompile(quantized, tmp_path):
-    if quantized:
-        pytest.importorskip("bitsandbytes")
-    model = zoo.adapt(zoo.quantize(zoo.make("llama")) if quantized else zoo.make("llama"), use_rslora=True)
+def test_saved_as_without_tunecompile(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    model = zoo.adapt(zoo.quantize(zoo.make("llama")), use_rslora=True)
     model.save_pretrained(tmp_path / "plain")
     tunecompile.optimize(model, executor="eager")
     zoo.step(model, zoo.batch())

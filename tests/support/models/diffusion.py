@@ -78,19 +78,6 @@ def in_nf4(model: nn.Module) -> nn.Module:
     return model
 
 
-def loaded_in_nf4(model: Any, folder: Any, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """The model saved, and loaded with diffusers' own config for NF4. (It would ask for a GPU, which it does not use.)"""
-    from diffusers.quantizers.bitsandbytes import BnB4BitDiffusersQuantizer
-
-    monkeypatch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", lambda *_, **__: None)
-    kind = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32)
-    model.save_pretrained(folder)
-    config = diffusers.BitsAndBytesConfig(load_in_4bit=True, **kind)
-    return type(model).from_pretrained(
-        folder, quantization_config=config, torch_dtype=torch.float32, device_map={"": "cpu"}
-    )
-
-
 def adapted(make: Any, pack: Callable[[nn.Module], nn.Module] | None = None, **more: Any) -> nn.Module:
     """The model with random weights, and adapters whose B is not 0, as diffusers' scripts add them.
 
