@@ -22,7 +22,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(launch_bound, "SAMPLES", 2)
 
 
-@pytest.fixture(params=[0, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.fixture(params=[0, 3])
 def waits(request, monkeypatch):
     """A pass is replayed at its first call, or waits for inputs that a later one might bring."""
     take = Chain._take
