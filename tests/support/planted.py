@@ -389,7 +389,7 @@ SUBJECTS = {
         lambda x, layer: layer(x),
         dequantised,
         lambda dtype: [random(4, 128, dtype=dtype), quantised()],
-        ((f"{RECOGNIZE}.nf4", "dequantize_4bit"),),
+        ((f"{RECOGNIZE}.nf4", "dequantize_4bit"), ("tunecompile.integrations.bitsandbytes", "dequantize_4bit")),
         ("nf4",),
         lambda: model(quantise=True),
         by_bitsandbytes,
