@@ -53,6 +53,20 @@ def test_several_forwards_before_one_backward(stack, replayed, forwards, flights
     assert recorded(stack[0]) == flights
 
 
+def test_memory_of_a_pending_backward_is_left_alone(stack):
+    """What is recorded anew before it comes is recorded elsewhere."""
+    warm(stack)
+    (chain,) = of(stack[0]).chains.values()
+    kept, (before,) = [m(**zoo.batch(seed=1)).loss for m in stack], [flight.pool for flight in chain.flights]
+    of(stack[0]).drop(chain)
+    for seed in range(3):
+        same(stack, lambda m: once(m, seed=seed))
+    (anew,) = {made.pool for flight in chain.flights for made in flight.recordings.values()}
+    assert anew != before
+    losses = iter(kept)
+    same(stack, lambda m: next(losses).backward())
+
+
 def test_backwards_in_another_order(stack):
     warm(stack)
 

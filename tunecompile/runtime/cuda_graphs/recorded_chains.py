@@ -11,6 +11,7 @@ from tunecompile.errors import summary
 from tunecompile.notes import note
 from tunecompile.runtime.cuda_graphs.chain import DIFFERED, Call, Chain, Link, shape_of
 from tunecompile.runtime.cuda_graphs.launch_bound import Clock
+from tunecompile.runtime.cuda_graphs.pool import next_pool
 from tunecompile.runtime.cuda_graphs.recorded_graph import MAX_SHAPES, Replays, recordable, unrecorded
 from tunecompile.runtime.cuda_graphs.recording import device_of
 from tunecompile.runtime.cuda_graphs.stack_pass import Flight, Pass, ShapeOfChain
@@ -52,6 +53,8 @@ class RecordedChains:
             self._empty(flight)
 
     def _empty(self, flight: Flight) -> None:
+        if not flight.free():
+            flight.pool = next_pool()  # that backward's memory is no other recording's
         flight.recordings.clear()
         self.shared.bytes -= flight.bytes
         flight.bytes = flight.largest = 0
