@@ -131,3 +131,22 @@ def test_a_stack_whose_backward_runs_twice(monkeypatch):
     for name, p in model.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(p.grad, 2 * once[name], rtol=1e-3, atol=1e-5)
+
+
+def test_several_forwards_before_one_backward(monkeypatch):
+    """As a loss that compares batches runs them, each of other lengths in each step."""
+    monkeypatch.setattr(launch_bound.Clock, "decide", lambda self: True)
+    reference = zoo.adapt(zoo.make("llama", num_hidden_layers=4, hidden_size=256)).cuda().train()
+    model = tunecompile.optimize(copy.deepcopy(reference))
+    for step in range(12):
+        found = []
+        for m in (model, reference):
+            m.zero_grad(set_to_none=True)
+            batches = [zoo.batch(rows=2, length=32 * (1 + (step + at) % 2), seed=3 * step + at) for at in range(3)]
+            losses = torch.stack([m(**{k: v.cuda() for k, v in batch.items()}).loss for batch in batches])
+            (losses * torch.tensor([1.0, 2.0, -1.5], device="cuda")).sum().backward()
+            found.append((losses.detach(), {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None}))
+        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+        assert max(zoo.errors(found[0][1], found[1][1]).values()) < 2e-3, step
+    (chain,) = state_of(model).replays.stacks.chains.chains.values()
+    assert len(chain.flights) == 3 and all(flight.recordings for flight in chain.flights)
