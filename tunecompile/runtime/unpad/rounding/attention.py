@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tunecompile.notes import Note, note
 from tunecompile.runtime.unpad.documents import BOTH_WAYS
@@ -173,4 +173,6 @@ _TOLD = (*sorted(BOUNDARIES), "is_causal")
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, (bool, int, float, str)) else type(value)
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    return Tensor if isinstance(value, Tensor) else type(value)  # whatever stands for the result of a replayed layer
