@@ -175,4 +175,4 @@ _TOLD = (*sorted(BOUNDARIES), "is_causal")
 def _plain(value: Any) -> Any:
     if isinstance(value, (bool, int, float, str)):
         return value
-    return Tensor if isinstance(value, Tensor) else type(value)  # whatever stands for the result of a replayed layer
+    return Tensor if isinstance(value, Tensor) else type(value)  # a replayed layer's result is a subclass
