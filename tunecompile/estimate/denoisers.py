@@ -94,9 +94,8 @@ def denoiser(name: str, dtype: torch.dtype) -> Denoiser:
     with torch.device("meta"):
         made = getattr(diffusers, kind)(**changes)
     for module in made.modules():
-        if any(
-            isinstance(value, Tensor) for value in vars(module).values()
-        ):  # tables of positions, which are no buffers
+        # tables of positions, which are no buffers
+        if any(isinstance(value, Tensor) for value in vars(module).values()):
             of = {name: vars(module)[name] for name in inspect.signature(type(module)).parameters}
             module.__init__(**of)  # again: they have to have values
     return Denoiser(nn.Module.to(made, dtype).requires_grad_(False), dtype)  # diffusers' own `to` warns

@@ -13,13 +13,10 @@ PACKAGE = "sentence_transformers."
 #: classes right behind a model that read real tokens alone, in all modes of theirs, and how the class of a model has to
 #: end that has a head: one that makes each token's logits of its hidden state
 _READERS = {"Pooling": "", "SpladePooling": "ForMaskedLM", "LogitScore": "ForCausalLM"}
-_BEHIND, _POOLED = (
-    ("Normalize", "Dense", "Dropout", "LayerNorm"),
-    "sentence_embedding",
-)  #: those behind, and what they read
-_READS_LAST = (
-    "GenericForSequenceClassification"  #: of transformers: the head of a class reads the last token of each row
-)
+#: classes behind these, and what they read
+_BEHIND, _POOLED = ("Normalize", "Dense", "Dropout", "LayerNorm"), "sentence_embedding"
+#: of transformers: the head of a class reads the last token of each row
+_READS_LAST = "GenericForSequenceClassification"
 
 
 def called_by_forward(module: nn.Module) -> nn.Module | None:

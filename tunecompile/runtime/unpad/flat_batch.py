@@ -18,7 +18,14 @@ from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.documents import Documents
 from tunecompile.runtime.unpad.masks.given import hidden_in
 from tunecompile.runtime.unpad.prefixes.shared import SharedPrefixes
-from tunecompile.runtime.unpad.sizes import filled_up, launched_for, multiple_on, power_of_two, rounded_to
+from tunecompile.runtime.unpad.sizes import (
+    FINE_PARTS,
+    launched_for,
+    multiple_on,
+    power_of_two,
+    rounded_to,
+    rounded_up,
+)
 
 #: OFFSETS, int32 [S + 2]: where documents begin; the last one is the rounding up of N
 LONGEST = "longest_document"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
@@ -107,8 +114,8 @@ class FlatBatch:
         if found.full:
             return FlatBatch.of_whole_rows(*found.real.shape, found.window, found.real.device)
         device, (rows, length), multiple = found.real.device, found.real.shape, multiple_on(found.real.device)
-        waits = found.count < waited
-        total = filled_up(found.count, multiple, waits)
+        waits = found.count < waited  # a coarser size then: fewer are recorded, and the device has time
+        total = rounded_up(found.count, device, FINE_PARTS) if waits else rounded_to(found.count, multiple)
         order = where_set(found.real.flatten(), found.count)
         begin = where_set(found.starts.flatten()[order], found.documents)
         ends = [torch.full((1,), end, device=device) for end in (found.count, total)]  # a list of numbers would wait

@@ -32,18 +32,9 @@ def power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def rounded_up(count: int, device: torch.device) -> int:
-    """The size that a batch of so many tokens is filled up to."""
-    part = max(multiple_on(device), (1 << count.bit_length() - 1) // PARTS)
-    return rounded_to(count, part)
-
-
-def filled_up(count: int, multiple: int, waits: bool) -> int:
-    """The size that a row of so many tokens is filled up to: a multiple. Where launches are waited for it is a coarser
-    one: fewer sizes are recorded, and the device has time.
-    """
-    part = (1 << count.bit_length() - 1) // FINE_PARTS if waits else 0
-    return rounded_to(count, max(multiple, part))
+def rounded_up(count: int, device: torch.device, parts: int = PARTS) -> int:
+    """The size that a batch of so many tokens is filled up to, of so many between a power of two and the next."""
+    return rounded_to(count, max(multiple_on(device), (1 << count.bit_length() - 1) // parts))
 
 
 def rounded_to(count: int, multiple: int) -> int:
