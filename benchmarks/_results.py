@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -73,6 +74,26 @@ def row_apart(command: Sequence[str], log: Path, seconds: float, **process: Any)
     rows = [*printed_rows(text.splitlines())]
     failed = not rows or rows[-1]["status"] == INCOMPLETE
     return {"status": f"error: see {log} {last_error(log)}".strip()} if failed else rows[-1]
+
+
+def system_apart(
+    given: argparse.Namespace, script: str, name: str, options: Sequence[str], seconds: float, *more: str
+) -> dict[str, Any]:
+    """The row of one system, from a process of its own, which runs the script again.
+
+    Args:
+        given: the script's options.
+        script: its file.
+        name: of the system.
+        options: names of those that the process is given, too, where they have a value.
+        seconds: that it may take.
+        more: what else its command has.
+    """
+    command = [sys.executable, script, "--systems", name, "--out", str(given.out), *more]
+    for option in options:
+        if (value := getattr(given, option)) is not None:
+            command += [f"--{option}", str(value)]
+    return row_apart(command, given.logs / f"{Path(script).stem}-{name}.log", seconds)
 
 
 def last_error(log: Path) -> str:

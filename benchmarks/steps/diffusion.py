@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart
+from benchmarks._results import ENVIRONMENT, print_row, run_apart, system_apart
 from benchmarks._steps import tell, train
 from tunecompile.cli.compare.spec import system
 from tunecompile.estimate.denoisers import CAPTION, DENOISERS, FLUX, QWEN, TARGETS, WAN, arguments
@@ -209,12 +209,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def run(given: argparse.Namespace, name: str, _folder: str, seconds: float) -> dict[str, Any]:
     """The row of one system, from a process of its own."""
-    command = [sys.executable, __file__, "--alone", "--systems", name, "--out", str(given.out), "--mode", given.mode]
-    for option in ("model", "layers", "pixels", "buckets", "frames", "rows", "text", "steps"):
-        if (value := getattr(given, option)) is not None:
-            command += [f"--{option}", str(value)]
-    command.append("--cudnn" if given.cudnn else "--no-cudnn")
-    return row_apart(command, given.logs / f"diffusion-{name}.log", seconds)
+    options = ("model", "mode", "layers", "pixels", "buckets", "frames", "rows", "text", "steps")
+    more = "--alone", "--cudnn" if given.cudnn else "--no-cudnn"
+    return system_apart(given, __file__, name, options, seconds, *more)
 
 
 def main() -> int:

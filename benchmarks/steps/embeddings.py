@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart
+from benchmarks._results import ENVIRONMENT, print_row, run_apart, system_apart
 from benchmarks._rows import draw_lengths
 from benchmarks._steps import StepTimes, tell
 from tunecompile.cli.compare.spec import system
@@ -259,10 +259,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def run(given: argparse.Namespace, name: str, folder: str, seconds: float) -> dict[str, Any]:
     """The row of one system, from a process of its own."""
-    command = [sys.executable, __file__, "--systems", name, "--folder", folder, "--out", str(given.out)]
-    for option in ("model", "mode", "rows", "length", "steps"):
-        command += [f"--{option}", str(getattr(given, option))]
-    return row_apart(command, given.logs / f"embeddings-{name}.log", seconds)
+    options = ("model", "mode", "rows", "length", "steps")
+    return system_apart(given, __file__, name, options, seconds, "--folder", folder)
 
 
 def main() -> int:

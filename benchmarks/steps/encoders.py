@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart
+from benchmarks._results import ENVIRONMENT, print_row, run_apart, system_apart
 from benchmarks._steps import tell, train
 from tunecompile.cli.compare.spec import Job, system
 
@@ -156,10 +156,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def run(given: argparse.Namespace, name: str, _folder: str, seconds: float) -> dict[str, Any]:
     """The row of one system, from a process of its own."""
-    command = [sys.executable, __file__, "--alone", "--systems", name, "--out", str(given.out)]
-    for option in ("model", "rows", "text", "steps"):
-        command += [f"--{option}", str(getattr(given, option))]
-    return row_apart(command, given.logs / f"encoders-{name}.log", seconds)
+    options = ("model", "rows", "text", "steps")
+    return system_apart(given, __file__, name, options, seconds, "--alone")
 
 
 def main() -> int:

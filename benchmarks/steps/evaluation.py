@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart, save_packed
+from benchmarks._results import ENVIRONMENT, print_row, run_apart, save_packed, system_apart
 from tunecompile.cli.compare.spec import Job, parse_shape, system
 
 
@@ -76,9 +76,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def run(given: argparse.Namespace, name: str, folder: str, seconds: float) -> dict[str, Any]:
     """The row of one system, from a process of its own."""
-    command = [sys.executable, __file__, "--model", given.model, "--systems", name, "--shape", given.shape]
-    command += ["--steps", str(given.steps), "--folder", folder, "--out", str(given.out)]
-    return row_apart(command, given.logs / f"evaluation-{name}.log", seconds)
+    options = ("model", "shape", "steps")
+    return system_apart(given, __file__, name, options, seconds, "--folder", folder)
 
 
 def main() -> int:

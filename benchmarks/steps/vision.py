@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
-from benchmarks._results import ENVIRONMENT, print_row, row_apart, run_apart
+from benchmarks._results import ENVIRONMENT, print_row, run_apart, system_apart
 from benchmarks._steps import tell, train
 from tunecompile.cli.compare.spec import Job, system
 
@@ -239,10 +239,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def run(given: argparse.Namespace, name: str, folder: str, seconds: float) -> dict[str, Any]:
     """The row of one system, from a process of its own."""
-    command = [sys.executable, __file__, "--model", given.model, "--tower", given.tower, "--systems", name]
-    command += ["--text", str(given.text), "--sizes", str(given.sizes), "--steps", str(given.steps)]
-    command += ["--folder", folder, "--out", str(given.out)]
-    return row_apart(command, given.logs / f"vision-{name}.log", seconds)
+    options = ("model", "tower", "text", "sizes", "steps")
+    return system_apart(given, __file__, name, options, seconds, "--folder", folder)
 
 
 def main() -> int:
