@@ -13,11 +13,13 @@ KERNELS, BUDGETS = "kernels.json", "budgets.json"  #: what benchmarks/kernels an
 #: files that do not compare training steps of several systems begin with one of these
 APART = ("longest", "cards", "peaks", "verified", "batches", "families", "speedups", "support", "suite")
 APART += ("scaling", "architectures", "shapes", "trainers", "generation", "vision", "first-loss", "run-", "eight-bits")
+APART += ("embeddings", "encoders", "diffusion")
 NAMES = {
     "hf": "HF + PEFT",
     "hf-checkpoint": "HF + PEFT, checkpointing",
     "compile": "torch.compile",
     "compile-layers": "torch.compile, layer by layer",
+    "compile-blocks": "torch.compile, block by block",
     "liger": "Liger",
     "liger-checkpoint": "Liger, checkpointing",
     "unsloth": "Unsloth",

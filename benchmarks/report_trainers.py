@@ -1,4 +1,4 @@
-"""The tables of TRL's trainers, of images, and of generation and evaluation between steps, from the files of `benchmarks/steps/`."""
+"""The tables of trainers, of images, other transformers, generation and evaluation, from the files of `benchmarks/steps/`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ GENERATION = (
 ALONE = (("torch", "torch"), ("transformers", "transformers"))
 IN_TRAINERS = (*ALONE, ("TRL", "trl"), ("Unsloth", "unsloth"))
 IN_LOOPS = (*ALONE, ("PEFT", "peft"), ("Unsloth", "unsloth"))
-IMAGES = (
-    "model, rows x text + image",
+STEPS = (
+    "model, batches",
     "system",
     "tokens/s",
     "step, ms (median, spread)",
@@ -69,26 +69,27 @@ WAYS = {
     "cold": "**tunecompile**, caches empty",
     "warm": "**tunecompile**, caches warm",
 }
+OTHERS = ("embeddings", "encoders", "diffusion")
 TITLES = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
 
 
 def _table(
-    pattern: str,
+    kinds: Sequence[str],
     folder: Path,
     rows_of: Callable[[list[dict[str, Any]]], list[list[str]]],
     head: Sequence[str],
     packages: Sequence[tuple[str, str]],
     text: str = "",
 ) -> str:
-    """The rows of all files, below `text`, and where they were measured; nothing where there are none."""
-    results = load_all(pattern, folder)
+    """The rows of all files of some kinds, below `text`, and where they were measured; nothing where there are none."""
+    results = [result for kind in kinds for result in load_all(f"{kind}-*.json", folder)]
     rows = [row for result in results for row in rows_of(complete(result))]
     return text + to_markdown(head, rows) + "\n" + measured_on(results, packages) if rows else ""
 
 
 def render_trainers(folder: Path = RESULTS) -> str:
     """A row for each trainer and system; ratios are only taken inside one file."""
-    return _table("trainers-*.json", folder, _rows, HEAD, IN_TRAINERS)
+    return _table(("trainers",), folder, _rows, HEAD, IN_TRAINERS)
 
 
 def _rows(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -128,7 +129,7 @@ def render_runs(folder: Path = RESULTS) -> str:
         "default. Slow: steps after the third that took three times the median, or 5 s. Graphs are those that Dynamo\n"
         "captured, at which step.\n\n"
     )
-    return _table("run-*.json", folder, _whole_runs, RUNS, IN_TRAINERS, text)
+    return _table(("run",), folder, _whole_runs, RUNS, IN_TRAINERS, text)
 
 
 def _whole_runs(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -163,17 +164,28 @@ def render_vision(folder: Path = RESULTS) -> str:
         "(`benchmarks/steps/vision.py`). Slow: steps after the second that took more than twice the median. Compiled\n"
         "late: graphs that were compiled after the second step. Tokens are those of text and images.\n\n"
     )
-    return _table("vision-*.json", folder, _with_images, IMAGES, IN_LOOPS, text)
+    return _table(("vision",), folder, lambda runs: _of_steps(runs, _with_images), STEPS, IN_LOOPS, text)
 
 
-def _with_images(runs: list[dict[str, Any]]) -> list[list[str]]:
+def render_others(folder: Path = RESULTS) -> str:
+    """A section of transformers that are no decoders of text, or nothing where nothing was measured."""
+    text = (
+        "## Embeddings, encoders, diffusion\n\n"
+        "Training steps by sentence-transformers' trainer, 256 texts of log-normal lengths in pairs\n"
+        "(`benchmarks/steps/embeddings.py`), of vision and speech (`encoders.py`) and of diffusers' transformers\n"
+        "(`diffusion.py`). Columns as above; tokens are those that are no padding.\n\n"
+    )
+    return _table(OTHERS, folder, lambda runs: _of_steps(runs, _case), STEPS, IN_LOOPS, text)
+
+
+def _of_steps(runs: list[dict[str, Any]], case: Callable[[dict[str, Any]], str]) -> list[list[str]]:
     best = next((run for run in runs if run["system"] == "tunecompile"), None)
     rows = []
     for run in sorted(runs, key=lambda run: run["tokens_per_s"]):
         ratio = best["tokens_per_s"] / run["tokens_per_s"] if best and best is not run else None
         rows.append(
             [
-                f"{_case(run)}, {run['images']} sizes, tower {run['tower']}, {_steps(run)}",
+                case(run),
                 shown(run["system"]),
                 f"{run['tokens_per_s']:,.0f}",
                 "{median:.0f} ({min:.0f} to {max:.0f})".format(**run["step_ms"]),
@@ -187,15 +199,16 @@ def _with_images(runs: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def _steps(run: dict[str, Any]) -> str:
-    """Which steps are timed: sizes come again and again, and the first of each are compiled for, and recorded."""
+def _with_images(run: dict[str, Any]) -> str:
+    """With the steps that are timed: sizes come again and again, and the first of each are compiled for, and recorded."""
     steps = len(run["all_step_ms"])
-    return f"steps {steps - run['repeats'] + 1} to {steps}"
+    timed = f"steps {steps - run['repeats'] + 1} to {steps}"
+    return f"{_case(run)}, {run['images']} sizes, tower {run['tower']}, {timed}"
 
 
 def render_generation(folder: Path = RESULTS) -> str:
     """A row for each size: transformers' own loop and recorded steps."""
-    return _table("generation-*.json", folder, _generated, GENERATION, ALONE)
+    return _table(("generation",), folder, _generated, GENERATION, ALONE)
 
 
 def _generated(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -227,7 +240,7 @@ def render_evaluation(folder: Path = RESULTS) -> str:
         "Batches in eval mode, of which the loss alone is read, after some training steps of that size\n"
         "(`benchmarks/steps/evaluation.py`).\n\n"
     )
-    return _table("evaluation-*.json", folder, _evaluated, EVALUATION, IN_LOOPS, text)
+    return _table(("evaluation",), folder, _evaluated, EVALUATION, IN_LOOPS, text)
 
 
 def _evaluated(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -249,7 +262,7 @@ def _evaluated(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 def render_first_losses(folder: Path = RESULTS) -> str:
     """A row for each run of a model: eager, and compiled with empty and warm caches."""
-    return _table("first-loss-*.json", folder, lambda runs: [_first(run) for run in runs], FIRST, ALONE)
+    return _table(("first-loss",), folder, lambda runs: [_first(run) for run in runs], FIRST, ALONE)
 
 
 def _first(run: dict[str, Any]) -> list[str]:

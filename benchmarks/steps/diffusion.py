@@ -1,7 +1,7 @@
 """Training steps of a diffusion transformer of diffusers: times, compilations, memory; one JSON.
 
     python benchmarks/steps/diffusion.py --mode qlora --pixels 1024 --buckets 10 \\
-        --systems hf,hf-checkpoint,compile-blocks,tunecompile --out benchmarks/results/flux.1-dev-qlora-10x1024px.json
+        --systems hf,hf-checkpoint,compile-blocks,tunecompile --out benchmarks/results/diffusion-flux.1-dev-qlora-10x1024px.json
 
     python benchmarks/steps/diffusion.py --layers 4 --pixels 512 --buckets 1 --seconds 170 --out ...
     python benchmarks/steps/diffusion.py --model wan-2.1-1.3b --pixels 640 --frames 81 --out ...

@@ -154,6 +154,8 @@ def test_steps_with_images_have_a_section_once_they_were_measured(tmp_path):
     assert case + "HF + PEFT | 10 | 20 (10 to 90) | 3 |  | 1.0 | 1.0 | 3.00x |" in text
     assert case + "**tunecompile** | 30 | 20 (10 to 90) | 0 | 0 | 1.0 | 1.0 |  |" in text
     assert text.startswith("## ") and "Unsloth |" not in text and report.render_vision(tmp_path / "nothing") == ""
+    (tmp_path / "embeddings-m.json").write_text(json.dumps(result))
+    assert "| m, lora, 4x256+~512px | HF + PEFT | 10 | 20 (10 to 90) | 3 |" in report.render_others(tmp_path)
     assert not report_tables.load_results(tmp_path)
 
 
