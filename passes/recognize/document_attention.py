@@ -1,5 +1,5 @@
-"""Attention under a document mask becomes `varlen_attention`, which reads offsets instead of the mask, or
-`branch_attention` where documents go on from others.
+"""Attention under a document mask becomes `varlen_attention`, which reads offsets instead of the mask,
+`branch_attention` where documents go on from others, or `dropout_attention` where weights have dropout.
 
 Padded and packed batches reach a layer as one row of documents, and images reach a tower as one row of patches. The
 mask is the op `document_mask`. Attention that reads it, and does nothing else with it, is replaced.
@@ -7,6 +7,7 @@ mask is the op `document_mask`. Attention that reads it, and does nothing else w
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
@@ -23,11 +24,12 @@ from tunecompile.compiler.token_wise.graph import is_tree, not_by_documents
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed
 from tunecompile.ir.rewrite import erase_dead, replace, where_from
-from tunecompile.ops import branch_attention, varlen_attention
+from tunecompile.ops import branch_attention, dropout_attention, varlen_attention
 
 __all__ = ["PASS"]
 
 _FAMILY = "document_attention"
+_SEEDS = 2**31 - 1
 
 
 def run(graph: Graph, context: Context) -> None:
@@ -55,7 +57,7 @@ def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> 
     causal, tree, places = (*rest, *(True, None, None)[len(rest) :])
     dtype, width, made_wide = value(node).dtype, value(call.query).shape[-1], value(call.value).shape[-1]
     joint = max(width, made_wide)
-    softcap = float(call.softcap)
+    softcap, dropout = float(call.softcap), float(call.dropout)
     casts = value(call.query).dtype != dtype
     scale = width**-0.5 if call.scale is None else call.scale
 
@@ -66,7 +68,10 @@ def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> 
         rows = [x.to(dtype) for x in rows] if casts else rows  # as autocast would
         # zeros change neither scores nor results
         rows = [x if w == joint else F.pad(x, (0, joint - w)) for x, w in zip(rows, (width, width, made_wide))]
-        if tree is None:
+        if dropout:  # a seed of each call, which the graph draws and saves
+            seed = torch.randint_like(offsets[:1], _SEEDS, dtype=torch.int64)
+            made = dropout_attention(*rows, offsets, longest, scale, window, causal, dropout, seed)[0]
+        elif tree is None:
             made = varlen_attention(*rows, offsets, longest, scale, window, sinks, causal, softcap)[0]
         else:
             made = branch_attention(*rows, offsets, longest, tree, places, scale, window, sinks, softcap)[0]

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .._launch import launch
-from .forward_pass import capped, checked, chunk_product, first_seen, sees, tree_of, widths
+from .forward_pass import capped, checked, chunk_product, dropped_of, first_seen, keeps, sees, tree_of, widths
 
 __all__ = ["backward", "gradients_of_keys", "gradients_of_queries"]
 
@@ -37,7 +37,11 @@ def _weights_and_slopes(
     ks0,
     vs0,
     gs0,
+    seed,
+    start,
+    head,
     OWN: tl.constexpr,
+    THRESHOLD: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -47,7 +51,7 @@ def _weights_and_slopes(
     CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Of queries `row` (BLOCK) and keys (STEP): the softmax's weights, and the gradients of the products."""
+    """Of queries `row` (BLOCK) and keys (STEP): weights of the values, and the gradients of the products."""
     product = tl.zeros([BLOCK, STEP], tl.float32)
     product = chunk_product(q, k, row, key, WIDTH, qs0, ks0, rows, keys, product, CHUNK, PARTS)
     scores, slope = capped(product, SCALE, SOFTCAP)
@@ -57,7 +61,12 @@ def _weights_and_slopes(
     change = tl.zeros([BLOCK, STEP], tl.float32)
     change = chunk_product(grad, v, row, key, WIDTH, gs0, vs0, rows, keys, change, CHUNK, PARTS)
     mean = tl.load(delta + row, mask=row < rows, other=0.0)
-    return weights, weights * (change - mean[:, None]) * slope * SCALE
+    given = weights
+    if THRESHOLD > 0:
+        kept = keeps(seed, (start + row).to(tl.int32), key, head.to(tl.int32), THRESHOLD)
+        given = weights * kept
+        change = change * kept
+    return given, weights * (change - mean[:, None]) * slope * SCALE
 
 
 @triton.jit
@@ -73,6 +82,7 @@ def keys_kernel(
     offsets,
     tree,
     places,
+    seed,
     total,
     qs0,
     qs1,
@@ -90,6 +100,8 @@ def keys_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    THRESHOLD: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -121,11 +133,14 @@ def keys_kernel(
     end = rows
     if WINDOW > 0 and not TREE:
         end = tl.minimum(length, first + BLOCK + WINDOW - 1)
+    begin = 0
+    if CAUSAL:
+        begin = first // STEP * STEP
     for member in range(MEMBERS):
         head = (part * MEMBERS + member).to(tl.int64)
         queries = q + start * qs0 + head * qs1
         gradients = grad + start * gs0 + head * gs1
-        for at in range(first // STEP * STEP, end, STEP):
+        for at in range(begin, end, STEP):
             row = at + tl.arange(0, STEP)
             row_place = row
             if WINDOW > 0 and TREE:
@@ -133,7 +148,8 @@ def keys_kernel(
             weights, change = _weights_and_slopes(
                 *(queries, k, v, gradients, row, key, rows, length, row_place, key_place),
                 *(logsumexp + head * total + start, delta + head * total + start, qs0, ks0, vs0, gs0),
-                *(True, WIDTH, SCALE, SOFTCAP, WINDOW, STEP, BLOCK, CHUNK, PARTS),
+                *(seed, start, head, CAUSAL, THRESHOLD),
+                *(WIDTH, SCALE, SOFTCAP, WINDOW, STEP, BLOCK, CHUNK, PARTS),
             )
             inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
             g = tl.load(gradients + row[:, None].to(tl.int64) * gs0 + column[None, :], mask=inside, other=0.0)
@@ -158,6 +174,7 @@ def queries_kernel(
     offsets,
     tree,
     places,
+    seed,
     total,
     qs0,
     qs1,
@@ -174,6 +191,8 @@ def queries_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    THRESHOLD: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -200,11 +219,15 @@ def queries_kernel(
     own_k = k + start * ks0
     own_v = v + start * vs0
     made = tl.zeros([BLOCK, SLICE], tl.float32)
-    for at in range(first_seen(first, STEP, WINDOW), tl.minimum(first + BLOCK, length), STEP):
+    end = length
+    if CAUSAL:
+        end = tl.minimum(first + BLOCK, length)
+    for at in range(first_seen(first, STEP, WINDOW), end, STEP):
         key = at + tl.arange(0, STEP)
         _, change = _weights_and_slopes(
             *(q, own_k, own_v, grad, row, key, length, length, row, key, logsumexp, delta, qs0, ks0, vs0, gs0),
-            *(True, WIDTH, SCALE, SOFTCAP, WINDOW, BLOCK, STEP, CHUNK, PARTS),
+            *(seed, start, head, CAUSAL, THRESHOLD),
+            *(WIDTH, SCALE, SOFTCAP, WINDOW, BLOCK, STEP, CHUNK, PARTS),
         )
         inside = (key < length)[:, None] & (column < WIDTH)[None, :]
         x = tl.load(own_k + key[:, None].to(tl.int64) * ks0 + column[None, :], mask=inside, other=0.0)
@@ -223,8 +246,8 @@ def queries_kernel(
                 key = at + tl.arange(0, STEP)
                 _, change = _weights_and_slopes(
                     *(q, above_k, above_v, grad, row, key, length, keys, row + further, key),
-                    *(logsumexp, delta, qs0, ks0, vs0, gs0),
-                    *(False, WIDTH, SCALE, SOFTCAP, WINDOW, BLOCK, STEP, CHUNK, PARTS),
+                    *(logsumexp, delta, qs0, ks0, vs0, gs0, seed, start, head, False, 0),
+                    *(WIDTH, SCALE, SOFTCAP, WINDOW, BLOCK, STEP, CHUNK, PARTS),
                 )
                 inside = (key < keys)[:, None] & (column < WIDTH)[None, :]
                 x = tl.load(above_k + key[:, None].to(tl.int64) * ks0 + column[None, :], mask=inside, other=0.0)
@@ -234,7 +257,24 @@ def queries_kernel(
     tl.store(dq + place, made.to(dq.dtype.element_ty), mask=(row < length)[:, None] & (column < WIDTH)[None, :])
 
 
-def _arguments(grad, q, k, v, logsumexp, delta, offsets, scale, window, softcap, *, tree=None, places=None, tile=None):
+def _arguments(
+    grad,
+    q,
+    k,
+    v,
+    logsumexp,
+    delta,
+    offsets,
+    scale,
+    window,
+    softcap,
+    *,
+    causal=True,
+    dropped=None,
+    tree=None,
+    places=None,
+    tile=None,
+):
     """(tensors before gradients, tensors behind them, strides, constants) of both kernels.
 
     Raises:
@@ -248,18 +288,20 @@ def _arguments(grad, q, k, v, logsumexp, delta, offsets, scale, window, softcap,
     constants |= {"HEADS": q.shape[1], "SHARED": q.shape[1] // k.shape[1]}
     constants |= {"SCALE": float(scale), "SOFTCAP": float(softcap), "WINDOW": int(window)}
     tree, places, constants["TREE"] = tree_of(q, offsets, tree, places)
+    seed, drop = dropped_of(offsets, dropped)
+    constants |= {"CAUSAL": causal, **drop}
     constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return (q, k, v, grad, logsumexp, delta), (offsets, tree, places), strides, constants
+    return (q, k, v, grad, logsumexp, delta), (offsets, tree, places, seed), strides, constants
 
 
-def gradients_of_keys(grad, q, k, v, logsumexp, delta, offsets, longest, scale, window=0, softcap=0.0, **tree):
-    """(dk, dv): the part of ``backward`` that is theirs. Arguments and errors are the same, also tree, places and tile.
+def gradients_of_keys(grad, q, k, v, logsumexp, delta, offsets, longest, scale, window=0, softcap=0.0, **named):
+    """(dk, dv): the part of ``backward`` that is theirs. Arguments and errors are the same, also the named ones.
 
     In a tree they are in fp32 and of each head of q, [N, H, D]: the few keys of a prefix have the queries of all
     branches, so that there is a program for each of these heads.
     """
     given, where, strides, constants = _arguments(
-        grad, q, k, v, logsumexp, delta, offsets, scale, window, softcap, **tree
+        grad, q, k, v, logsumexp, delta, offsets, scale, window, softcap, **named
     )
     parts = constants["SHARED"] if constants["TREE"] else 1
     constants["MEMBERS"] = constants["SHARED"] // parts
@@ -270,10 +312,10 @@ def gradients_of_keys(grad, q, k, v, logsumexp, delta, offsets, longest, scale, 
     return dk, dv
 
 
-def gradients_of_queries(grad, q, k, v, logsumexp, delta, offsets, longest, scale, window=0, softcap=0.0, **tree):
-    """dq: the part of ``backward`` that is theirs. Arguments and errors are the same, also tree, places and tile."""
+def gradients_of_queries(grad, q, k, v, logsumexp, delta, offsets, longest, scale, window=0, softcap=0.0, **named):
+    """dq: the part of ``backward`` that is theirs. Arguments and errors are the same, also the named ones."""
     given, where, strides, constants = _arguments(
-        grad, q, k, v, logsumexp, delta, offsets, scale, window, softcap, **tree
+        grad, q, k, v, logsumexp, delta, offsets, scale, window, softcap, **named
     )
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grid = triton.cdiv(longest, constants["BLOCK"]), offsets.shape[0] - 1, q.shape[1] * constants["SLICES"]
@@ -295,14 +337,13 @@ def backward(
     softcap=0.0,
     *,
     tree=None,
-    places=None,
-    tile=None,
+    **named,
 ):
     """The gradients of ``forward``, also of one whose result was scaled by what else is in its softmax.
 
     Args:
         grad: of out, [N, H, D] in its dtype.
-        q: queries. This, k, v, offsets and all behind it: as for ``forward``.
+        q: queries. This, k, v, offsets, all behind it and what is named: as for ``forward``.
         logsumexp: fp32 [H, N], of all that is in the softmax.
         delta: fp32 [H, N], the sums of grad * out over columns.
 
@@ -313,7 +354,7 @@ def backward(
         ValueError: shapes or strides do not fit.
     """
     rest = (logsumexp, delta, offsets, longest, scale, window, softcap)
-    named = {"tree": tree, "places": places, "tile": tile}
+    named["tree"] = tree
     keys = gradients_of_keys(grad, q, k, v, *rest, **named)
     if tree is not None:
         keys = (each.unflatten(1, (k.shape[1], -1)).sum(2).to(k.dtype) for each in keys)

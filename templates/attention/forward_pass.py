@@ -4,6 +4,7 @@ FlashAttention (https://arxiv.org/abs/2205.14135), with the soft-cap of Gemma 2 
 score s becomes cap tanh(s / cap). A program owns BLOCK queries of one head and SLICE columns of the result. Heads are
 read CHUNK columns at a time, so that tiles of any width fit a card's shared memory; a head wider than SLICE has its
 scores computed once for each slice. Where documents are a tree, queries go on to the keys of the nodes above theirs.
+Weights may be dropped, by words of a counter-based generator (`ops.attention.dropout`: Philox).
 """
 
 from __future__ import annotations
@@ -15,10 +16,23 @@ import triton.language as tl
 from .. import _tiles
 from .._launch import launch, next_power_of_2
 
-__all__ = ["NARROWEST", "capped", "checked", "chunk_product", "first_seen", "forward", "sees", "tree_of", "widths"]
+__all__ = [
+    "NARROWEST",
+    "capped",
+    "checked",
+    "chunk_product",
+    "dropped_of",
+    "first_seen",
+    "forward",
+    "keeps",
+    "sees",
+    "tree_of",
+    "widths",
+]
 
 NARROWEST = 64  #: columns: narrower products read memory that is not theirs in Triton 3.6
 WIDEST = 256  #: columns of a result that a program keeps
+ROUNDS = tl.constexpr(7)  #: of Philox, as in `ops.attention.dropout`
 
 
 @triton.jit
@@ -90,6 +104,18 @@ def first_seen(place, STEP: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def keeps(seed, token, key, head, THRESHOLD: tl.constexpr):
+    """What the softmax's weights are multiplied by, [queries, keys]: 0 where a word of Philox is below THRESHOLD."""
+    none = tl.zeros_like(token)[:, None] + tl.zeros_like(key)[None, :]
+    words = tl.philox(tl.load(seed), token[:, None] + none, (key // 4)[None, :] + none, head + none, none, ROUNDS)
+    part = (key % 4)[None, :] + none
+    low = tl.where(part == 0, words[0], words[1])
+    high = tl.where(part == 2, words[2], words[3])
+    word = tl.where(part < 2, low, high)
+    return tl.where(word >= THRESHOLD, 1.0 / (1.0 - THRESHOLD / 4294967296.0), 0.0)
+
+
+@triton.jit
 def _add_keys(
     q,
     k,
@@ -107,7 +133,11 @@ def _add_keys(
     qs0,
     ks0,
     vs0,
+    seed,
+    start,
+    head,
     OWN: tl.constexpr,
+    THRESHOLD: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -127,6 +157,8 @@ def _add_keys(
     weights = tl.exp(scores - level[:, None])
     before = tl.exp(highest - level)
     share = share * before + tl.sum(weights, 1)
+    if THRESHOLD > 0:
+        weights = weights * keeps(seed, (start + row).to(tl.int32), key, head, THRESHOLD)
     place = v + key[:, None].to(tl.int64) * vs0 + column[None, :]
     values = tl.load(place, mask=(key < keys)[:, None] & (column < WIDTH)[None, :], other=0.0)
     made = tl.dot(weights.to(values.dtype), values, made * before[:, None], input_precision="ieee")
@@ -143,6 +175,7 @@ def forward_kernel(
     offsets,
     tree,
     places,
+    seed,
     total,
     qs0,
     qs1,
@@ -157,6 +190,8 @@ def forward_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    THRESHOLD: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -181,11 +216,15 @@ def forward_kernel(
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     share = tl.zeros([BLOCK], tl.float32)
     made = tl.zeros([BLOCK, SLICE], tl.float32)
-    for at in range(first_seen(first, STEP, WINDOW), tl.minimum(first + BLOCK, length), STEP):
+    end = length
+    if CAUSAL:
+        end = tl.minimum(first + BLOCK, length)
+    for at in range(first_seen(first, STEP, WINDOW), end, STEP):
         key = at + tl.arange(0, STEP)
         highest, share, made = _add_keys(
             *(q, own_k, own_v, row, key, column, length, length, row, key, highest, share, made, qs0, ks0, vs0),
-            *(True, WIDTH, SCALE, SOFTCAP, WINDOW, BLOCK, STEP, CHUNK, PARTS),
+            *(seed, start, head, CAUSAL, THRESHOLD),
+            *(WIDTH, SCALE, SOFTCAP, WINDOW, BLOCK, STEP, CHUNK, PARTS),
         )
     if TREE:
         place_of_first = tl.load(places + start)
@@ -201,8 +240,8 @@ def forward_kernel(
                 key = at + tl.arange(0, STEP)
                 highest, share, made = _add_keys(
                     *(q, above_k, above_v, row, key, column, length, keys, row + further, key),
-                    *(highest, share, made, qs0, ks0, vs0),
-                    *(False, WIDTH, SCALE, SOFTCAP, WINDOW, BLOCK, STEP, CHUNK, PARTS),
+                    *(highest, share, made, qs0, ks0, vs0, seed, begin, head, False, 0),
+                    *(WIDTH, SCALE, SOFTCAP, WINDOW, BLOCK, STEP, CHUNK, PARTS),
                 )
             above = tl.load(tree + above)
     valid = row < length
@@ -256,7 +295,28 @@ def tree_of(q, offsets, tree, places):
     return tree, places, True
 
 
-def forward(q, k, v, offsets, longest, scale, window=0, softcap=0.0, *, tree=None, places=None, tile=None):
+def dropped_of(offsets, dropped):
+    """(the seed, or another tensor in its place; constants), as kernels take them. dropped: as for ``forward``."""
+    share, seed = dropped or (0.0, offsets)
+    return seed, {"THRESHOLD": min(round(share * 2**32), 2**32 - 1)}
+
+
+def forward(
+    q,
+    k,
+    v,
+    offsets,
+    longest,
+    scale,
+    window=0,
+    softcap=0.0,
+    *,
+    causal=True,
+    dropped=None,
+    tree=None,
+    places=None,
+    tile=None,
+):
     """softmax(scores) v over documents, each token seeing itself and what stands before it in its own; fp32 inside.
 
     Args:
@@ -268,6 +328,8 @@ def forward(q, k, v, offsets, longest, scale, window=0, softcap=0.0, *, tree=Non
         scale: of the products.
         window: how many tokens a token sees, itself included; 0 for all.
         softcap: c of c * tanh(score / c), in the units of the scores; 0 for none.
+        causal: whether a token sees no later token. If False, there is no window, and no tree.
+        dropped: (share of weights that are dropped, seed, int64 [1]) of `ops.dropout_attention`, or None.
         tree: int32 [2, S], where documents are a tree, depth first: the parent of each, which stands before it, or -1,
             and where the last token below it ends; or None.
         places: int32 [N], with a tree: the place of each token among those that its last token sees.
@@ -286,13 +348,15 @@ def forward(q, k, v, offsets, longest, scale, window=0, softcap=0.0, *, tree=Non
     tile, constants = widths("attention", q, tile)
     grid = (triton.cdiv(longest, tile.block), offsets.shape[0] - 1, heads * constants["SLICES"])
     tree, places, has_tree = tree_of(q, offsets, tree, places)
+    seed, drop = dropped_of(offsets, dropped)
     launch(
         forward_kernel,
         grid,
-        *(q, k, v, out, logsumexp, offsets, tree, places, total),
+        *(q, k, v, out, logsumexp, offsets, tree, places, seed, total),
         *(size for each in (q, k, v) for size in each.stride()[:2]),
         **dict(HEADS=heads, SHARED=heads // k.shape[1], SCALE=float(scale), SOFTCAP=float(softcap)),
-        **dict(WINDOW=int(window), TREE=has_tree),
+        **dict(WINDOW=int(window), TREE=has_tree, CAUSAL=causal),
+        **drop,
         **constants,
         **dict(num_warps=tile.num_warps, num_stages=tile.num_stages),
     )

@@ -26,6 +26,7 @@ BY_TEMPLATE = {
 FROM_AMPERE = (
     "varlen_attention",
     "branch_attention",
+    "dropout_attention",
     "lora_mlp",
     "lora_mlp_tiled",
     "grouped_lora_linear",

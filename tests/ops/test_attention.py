@@ -128,7 +128,7 @@ def test_sinks(lengths, window):
 
 def test_tracing_runs_none_of_its_code(monkeypatch):
     """Shapes are known without it, and on a CPU it is one call in a layer's graph: its steps are most of a trace."""
-    monkeypatch.setattr(attention, "_Places", None)
+    monkeypatch.setattr(attention, "Places", None)
     with FakeTensorMode() as mode:
         q, k, v, *rest = (mode.from_tensor(x) for x in (*inputs((3, 2)), offsets((3, 2)), torch.randn(4)))
         arguments = (rest[0], 3, 0.5, 0, rest[1], True, 0.0)

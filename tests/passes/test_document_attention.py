@@ -15,7 +15,7 @@ from tests.support.passes.traced import traced
 from tests.support.trees import tree_of
 from tunecompile.compiler.attention_calls import unrepeated
 from tunecompile.ir.canonicalize import value
-from tunecompile.ops import document_mask, varlen_attention
+from tunecompile.ops import document_mask, dropout_attention, varlen_attention
 
 check = partial(run.check, passes=family("document_attention"))
 HEADS, WIDTH = 4, 8
@@ -177,6 +177,33 @@ def test_near_misses_written_out(rest):
 def weighed(q, k, v, offsets):
     mask = torch.where(document_mask(offsets, LONGEST, TOTAL, 0), 0.0, -1.0)
     return ((heads(q) @ heads(k).mT) * 0.3 + mask).softmax(-1) @ heads(v)
+
+
+def with_dropout(q, k, v, offsets):
+    mask = document_mask(offsets, LONGEST, TOTAL, 0, False)
+    return F.scaled_dot_product_attention(heads(q), heads(k[..., :WIDTH], 1), heads(v[..., :WIDTH], 1), mask, 0.4)
+
+
+def test_dropout_is_by_a_seed_that_the_graph_draws():
+    """Each call draws another one, of which the same weights are dropped in the backward."""
+    torch.manual_seed(0)
+    leaves, recorder = inputs(torch.float64), run.Recorder(family("document_attention"))
+    compiled = torch.compile(with_dropout, backend=recorder)
+    got = []
+    for _ in range(2):
+        torch.manual_seed(7 + len(got))
+        made = compiled(*leaves, OFFSETS)
+        torch.manual_seed(7 + len(got))
+        seed = torch.randint_like(OFFSETS[:1], 2**31 - 1, dtype=torch.int64)
+        rows = [heads(x[..., : n * WIDTH], n)[0].transpose(0, 1) for x, n in zip(leaves, (HEADS, 1, 1))]
+        right = dropout_attention(*rows, OFFSETS, LONGEST, WIDTH**-0.5, 0, False, 0.4, seed)[0]
+        right = right.transpose(0, 1)[None]
+        grad = torch.randn_like(made)
+        for mine, theirs in zip(torch.autograd.grad(made, leaves, grad), torch.autograd.grad(right, leaves, grad)):
+            torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(made, right)
+        got.append(made)
+    assert recorder.seen.ops["dropout_attention"] == 1 and not torch.equal(*got)
 
 
 def dropped(q, k, v, offsets):

@@ -21,9 +21,11 @@ from tests.support.batches import branches, padded
 from tests.support.passes.run import assert_same, check, family, random, results
 from tests.support.planted_experts import EXPERT_CASES
 from tests.support.planted_functions import (
+    SEED,
     adapted,
     attention,
     by_bitsandbytes,
+    by_factors,
     by_lora,
     dequantised,
     gemma_norm,
@@ -440,6 +442,14 @@ SUBJECTS = {
             model("gemma2", attn_logit_softcapping=0.02, attn_implementation="eager", sliding_window=30)[0],
             branches(side="right"),
         ),
+    ),
+    "attention with dropout": Subject(
+        "attention/dropout",
+        "dropout_attention",
+        lambda q, k, v: by_factors(q, k, v, 0.4),
+        lambda op, q, k, v: op(q, k, v, torch.tensor([0, 5], dtype=torch.int32), 5, 0.7, 0, False, 0.4, SEED)[0],
+        lambda dtype: [random(5, heads, 3, dtype=dtype) for heads in (4, 2, 2)],
+        ((f"{RECOGNIZE}.document_attention", "dropout_attention"),),
     ),
     "attention in a window": an_attention(2, lambda: (model("mistral", sliding_window=4)[0], padded())),
 }

@@ -306,6 +306,27 @@ def axes(many=1, batch=1, device="cpu"):
             lambda *given: attention.forward(*given, max(rows // 2, 512), 0.06, 128, 50.0),
             [*documents, ends],
         ),
+        "attention_dropped": (
+            lambda *given: attention.forward(
+                *given[:-1], max(rows // 2, 512), 0.06, causal=False, dropped=(0.1, given[-1])
+            ),
+            [*(each[..., :64].contiguous() for each in documents), ends, e(1, dtype=torch.int64)],
+        ),
+        **{
+            f"attention_dropped_{name}": (
+                lambda *given, back=back: back(
+                    *given[:-1], max(rows // 2, 512), 0.06, causal=False, dropped=(0.1, given[-1])
+                ),
+                [
+                    *(each[..., :64].contiguous() for each in (documents[0], *documents)),
+                    *(level, level, ends, e(1, dtype=torch.int64)),
+                ],
+            )
+            for name, back in (
+                ("keys", attention_backward.gradients_of_keys),
+                ("queries", attention_backward.gradients_of_queries),
+            )
+        },
         "attention_wide": (
             lambda *given: attention.forward(*given, max(rows // 2, 512), 0.06),
             [e(rows, 8, 512), e(rows, 1, 512), e(rows, 1, 512), ends],

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 from tests.support.trees import dense  # noqa: E402
+from tunecompile.ops import dropout_attention  # noqa: E402
 from tunecompile.templates import attention  # noqa: E402
 from tunecompile.templates._tiles import Tile  # noqa: E402
 
@@ -40,6 +41,28 @@ def test_against_fp64(device, error, lengths, heads, shared, width, window, soft
     compare(device, error, limit, lengths, heads, shared, width, window, softcap, torch.float32)
 
 
+def compare_dropout(device, error, limit, lengths, heads, shared, width, window, causal, dropout, dtype):
+    """Weights that are dropped are those of the op in plain PyTorch, in both passes."""
+    total = sum(lengths)
+    q, grad = (make((total, heads, width), device, dtype, seed) for seed in (0, 1))
+    k, v = (make((total, shared, width), device, dtype, seed) for seed in (2, 3))
+    where = torch.tensor([0, *lengths], device=device).cumsum(0).int(), max(lengths) + 3, 0.2, window
+    dropped = dropout, torch.tensor([2**40 + 7], device=device)
+    wide = [x.double() for x in (q, k, v)]
+    exact = dropout_attention.reference(*wide, *where, causal, *dropped)
+    wanted = dropout_attention.backward_op.reference(grad.double(), *wide, *where, causal, *dropped, *exact)
+    out, logsumexp = attention.forward(q, k, v, *where, causal=causal, dropped=dropped)
+    delta = (grad.float() * out.float()).sum(-1).t().contiguous()
+    got = attention.backward(grad, q, k, v, logsumexp, delta, *where, causal=causal, dropped=dropped)
+    for mine, right in zip((out, logsumexp, *got), (*exact, *wanted)):
+        assert mine.is_contiguous() and error(mine, right) < limit
+
+
+@pytest.mark.parametrize("window, causal, dropout", [(0, False, 0.3), (7, True, 0.3), (0, False, 0.0)])
+def test_dropped_weights(device, error, window, causal, dropout):
+    compare_dropout(device, error, 2e-6, (5, 0, 1, 70), 4, 2, 16, window, causal, dropout, torch.float32)
+
+
 def test_half_precision_in_chunks_and_slices(device, error):
     """A head wider than a chunk, and than a slice: scores are sums over chunks, results are written in parts."""
     tile = Tile(64, rows=64, num_warps=4, num_stages=1, step=64)
@@ -64,3 +87,9 @@ def test_shapes_that_do_not_fit(device):
 def test_real_size(gpu_only, device, error, width, shared, window, softcap):
     lengths, scale = (1000, 1, 300), width**-0.5
     compare(device, error, 8e-3, lengths, 4, shared, width, window, softcap, torch.bfloat16, scale=scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width, shared, causal", [(64, 4, False), (128, 2, True)])
+def test_real_size_of_dropped_weights(gpu_only, device, error, width, shared, causal):
+    compare_dropout(device, error, 8e-3, (300, 1, 64, 500), 4, shared, width, 0, causal, 0.1, torch.bfloat16)

@@ -197,6 +197,14 @@ PLANTED = {
         ("lost slope of the cap", "(dweights - delta) * slope", "(dweights - delta)"),
         ("lost slope of the sums", "(dweights - delta)", "dweights"),
     ],
+    "attention with dropout": [
+        ("kept weights that do not grow", ".to(torch.float32) / (1 - dropout)", ".to(torch.float32)"),
+        ("values see all weights", "(weights * factors).transpose(-1, -2) @ dout", "weights.transpose(-1, -2) @ dout"),
+        ("dropped weights have a gradient", "change = factors * (", "change = ("),
+        ("other weights in the backward", "factors = _factors(places, heads, dropout, seed)", "factors = _factors(places, heads, dropout, seed + 1)"),
+        ("lost slope of the sums", "(change - (weights * change).sum(-1, keepdim=True))", "change"),
+        ("one of the heads that share a key", "places.tokens(dk, k.shape[1])", "places.tokens(dk)[:, : k.shape[1]]"),
+    ],
     "attention in a window": [
         ("a token too many", "(self.distance < window)", "(self.distance <= window)"),
     ],

@@ -7,6 +7,7 @@ Each function defines what its op computes. The backward is a separate op in the
 from tunecompile.ops.attention.branches import branch_attention
 from tunecompile.ops.attention.causal import causal_attention, one_query_attention
 from tunecompile.ops.attention.documents import document_mask, varlen_attention
+from tunecompile.ops.attention.dropout import dropout_attention
 from tunecompile.ops.dora import adapted_norm
 from tunecompile.ops.experts.adapted_stack import adapted_stack
 from tunecompile.ops.experts.gathered import gathered_lora_linear, gathered_lora_linear_backward, sum_rows

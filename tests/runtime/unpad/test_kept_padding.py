@@ -58,6 +58,20 @@ def test_rows_that_lose_their_padding_and_see_both_ways():
     assert compiled(ours) == [2] and has(ours, "padding-removed", count=2) and has(ours, "whole-by-padded", count=2)
 
 
+@pytest.mark.parametrize("dropout", [1e-8, 0.5])
+def test_rows_lose_their_padding_where_attention_has_dropout(dropout):
+    """Next to none is dropped, and gradients are eager's; or half of it, other weights in each step."""
+    config = tf.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=dropout)
+    ours, plain = pair(lambda: tf.BertForMaskedLM(config).double())
+    if dropout < 0.1:
+        follow(ours, plain, BATCHES[1:3])
+    else:
+        losses = [zoo.step(ours, BATCHES[1])[0] for _ in range(3)]
+        assert len({float(loss) for loss in losses}) == 3
+    (region,) = tunecompile.report(ours).regions
+    assert region.providers["dropout_attention: reference"] and has(ours, "padding-removed") and not fell_back(ours)
+
+
 def test_masks_of_one_row_are_written_out_once_for_all_layers():
     one, rows = torch.ones(1, 1, 6, 6, dtype=torch.bool).expand(2, 1, 6, 6), torch.ones(2, 1, 6, 6, dtype=torch.bool)
     call = type("Call", (), {"masks_in_one_form": {}})()

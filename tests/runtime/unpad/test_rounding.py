@@ -138,15 +138,6 @@ def test_faults_are_found(fault, monkeypatch):
 # -- where sizes stay ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_dropout_in_attention(shapes):
-    ours, plain = pair(lambda: zoo.make("llama", attention_dropout=0.5))
-    for length in LENGTHS[:5]:
-        zoo.step(ours, whole(length))
-    assert has(ours, "sizes-kept", reason="attention-dropout") and not fell_back(ours)
-    assert all(rows == 2 for rows, *_ in shapes.last(2))
-
-
 def test_more_attention_of_documents_than_was_causal():
     """Some of it saw all tokens where it was given no mask."""
     made, layer, flat = Rounding(None, tuple, None, None), nn.Linear(1, 1), FlatBatch.of_whole_rows(2, 6, 0, CPU)

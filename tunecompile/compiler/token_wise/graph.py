@@ -65,26 +65,31 @@ def is_tree(mask: Node) -> bool:
 
 
 def not_by_documents(call: AttentionArguments, tree: bool = False) -> Note | None:
-    """Why attention under a document mask cannot be `varlen_attention`.
+    """Why attention under a document mask cannot be `varlen_attention`, or `dropout_attention`.
 
     Args:
         call: with values in the place of nodes.
         tree: whether documents go on from others, so that it has to be `branch_attention`.
     """
     q, k, v = call.query, call.key, call.value
-    if call.dropout or call.causal:
-        return note("attention-dropout") if call.dropout else note("own-mask")
-    if not all(isinstance(x, Tensor) and x.dim() == 4 and x.shape[0] == 1 for x in (q, k, v)):
+    if call.dropout and (tree or call.softcap or call.sinks is not None or not _is_share(call.dropout)):
+        return note("attention-dropout")
+    if call.causal or not all(isinstance(x, Tensor) and x.dim() == 4 and x.shape[0] == 1 for x in (q, k, v)):
         return note("own-mask")
     if not isinstance(call.scale, (int, float, type(None))):
         return note("attention-argument", "", "a scale that is a tensor")
     if on_gpu(q):
         half = q.dtype in HALF or torch.is_autocast_enabled(q.device.type)
         width = max(q.shape[-1], v.shape[-1])
-        flash = width % 8 == 0 and width <= 256 and not (call.softcap or tree)
+        flash = width % 8 == 0 and width <= 256 and not (call.softcap or call.dropout or tree)
         if not half or not (flash or (has_triton() and 16 <= width <= 512)):
             return note("no-unpadded-kernel")
     return None
+
+
+def _is_share(dropout: Any) -> bool:
+    """Whether it is a number of weights to drop by, and not all of them."""
+    return isinstance(dropout, (int, float)) and 0 <= dropout < 1
 
 
 def why_not_token_wise(gm: GraphModule, unread: bool = False, collected: int = 0, is_tree: bool = False) -> Note | None:

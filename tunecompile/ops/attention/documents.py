@@ -108,7 +108,7 @@ def varlen_attention(
     Returns:
         (out, logsumexp): out as q, contiguous; the logsumexp of scores and sink, [H, N] in the dtype of the arithmetic,
         which gets no gradient."""
-    places = _Places(offsets, longest, q.shape[0], causal)
+    places = Places(offsets, longest, q.shape[0], causal)
     scores, _ = places.scores(q, k, scale, window, softcap)
     logsumexp = scores.logsumexp(-1)
     if sinks is not None:
@@ -131,7 +131,7 @@ def varlen_attention_backward(
     Returns:
         [dq, dk, dv, dsinks], contiguous, in shape and dtype of q, k, v and sinks; dsinks is empty without sinks.
     """
-    places, heads = _Places(offsets, longest, q.shape[0], causal), q.shape[1]
+    places, heads = Places(offsets, longest, q.shape[0], causal), q.shape[1]
     scores, slope = places.scores(q, k, scale, window, softcap)
     relative = scores - places.heads_first(out1.t()[..., None], heads)
     probabilities = relative.masked_fill(
@@ -159,7 +159,7 @@ def sinks_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor |
     return -(shares * (grad.to(wide) * out.to(wide)).sum(-1).t()).sum(1).to(sinks.dtype)
 
 
-class _Places:
+class Places:
     """The tokens as rows of equal length, [S, longest]. Places beyond the end of a sequence repeat some token.
 
     The causal mask alone excludes them, since they come last. Without it, such a place sees only itself."""
