@@ -1,4 +1,4 @@
-"""Attention over documents for what vendors' kernels do not take: soft-caps, wide heads, trees, weights with dropout."""
+"""Attention over documents for what vendors' kernels do not take: soft-caps, wide heads, trees, dropout of weights."""
 
 from tunecompile.templates.attention.backward_pass import backward
 from tunecompile.templates.attention.forward_pass import forward

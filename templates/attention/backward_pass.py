@@ -14,7 +14,18 @@ import triton
 import triton.language as tl
 
 from .._launch import launch
-from .forward_pass import capped, checked, chunk_product, dropped_of, first_seen, keeps, sees, tree_of, widths
+from .forward_pass import (
+    capped,
+    checked,
+    chunk_product,
+    dropped_of,
+    first_seen,
+    keeps,
+    last_seen,
+    sees,
+    tree_of,
+    widths,
+)
 
 __all__ = ["backward", "gradients_of_keys", "gradients_of_queries"]
 
@@ -133,9 +144,9 @@ def keys_kernel(
     end = rows
     if WINDOW > 0 and not TREE:
         end = tl.minimum(length, first + BLOCK + WINDOW - 1)
-    begin = 0
-    if CAUSAL:
-        begin = first // STEP * STEP
+    begin = first // STEP * STEP
+    if not CAUSAL:
+        begin = first_seen(first, STEP, WINDOW)
     for member in range(MEMBERS):
         head = (part * MEMBERS + member).to(tl.int64)
         queries = q + start * qs0 + head * qs1
@@ -219,9 +230,7 @@ def queries_kernel(
     own_k = k + start * ks0
     own_v = v + start * vs0
     made = tl.zeros([BLOCK, SLICE], tl.float32)
-    end = length
-    if CAUSAL:
-        end = tl.minimum(first + BLOCK, length)
+    end = last_seen(first, length, CAUSAL, WINDOW, BLOCK)
     for at in range(first_seen(first, STEP, WINDOW), end, STEP):
         key = at + tl.arange(0, STEP)
         _, change = _weights_and_slopes(

@@ -25,6 +25,7 @@ __all__ = [
     "first_seen",
     "forward",
     "keeps",
+    "last_seen",
     "sees",
     "tree_of",
     "widths",
@@ -90,7 +91,8 @@ def sees(row, key, rows, keys, row_place, key_place, OWN: tl.constexpr, WINDOW: 
     if OWN:
         seen = seen & (key[None, :] <= row[:, None])
     if WINDOW > 0:
-        seen = seen & (row_place[:, None] - key_place[None, :] < WINDOW)
+        back = row_place[:, None] - key_place[None, :]
+        seen = seen & (back < WINDOW) & (-back < WINDOW)
     return seen
 
 
@@ -101,6 +103,17 @@ def first_seen(place, STEP: tl.constexpr, WINDOW: tl.constexpr):
     if WINDOW > 0:
         begin = tl.maximum(place - WINDOW + 1, 0) // STEP * STEP
     return begin
+
+
+@triton.jit
+def last_seen(first, length, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Where keys end that any of BLOCK queries sees."""
+    end = length
+    if CAUSAL:
+        end = tl.minimum(first + BLOCK, length)
+    elif WINDOW > 0:
+        end = tl.minimum(first + BLOCK + WINDOW - 1, length)
+    return end
 
 
 @triton.jit
@@ -216,9 +229,7 @@ def forward_kernel(
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     share = tl.zeros([BLOCK], tl.float32)
     made = tl.zeros([BLOCK, SLICE], tl.float32)
-    end = length
-    if CAUSAL:
-        end = tl.minimum(first + BLOCK, length)
+    end = last_seen(first, length, CAUSAL, WINDOW, BLOCK)
     for at in range(first_seen(first, STEP, WINDOW), end, STEP):
         key = at + tl.arange(0, STEP)
         highest, share, made = _add_keys(
@@ -326,9 +337,9 @@ def forward(
         offsets: int32 [S + 1], rising from 0 to N.
         longest: tokens of the longest document, or more.
         scale: of the products.
-        window: how many tokens a token sees, itself included; 0 for all.
+        window: how many tokens a token sees, itself included, and as many behind it if it sees these; 0 for all.
         softcap: c of c * tanh(score / c), in the units of the scores; 0 for none.
-        causal: whether a token sees no later token. If False, there is no window, and no tree.
+        causal: whether a token sees no later token. If False, there is no tree.
         dropped: (share of weights that are dropped, seed, int64 [1]) of `ops.dropout_attention`, or None.
         tree: int32 [2, S], where documents are a tree, depth first: the parent of each, which stands before it, or -1,
             and where the last token below it ends; or None.

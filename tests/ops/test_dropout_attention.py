@@ -13,7 +13,7 @@ def inputs(lengths, heads=4, shared=2, dim=3, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("lengths", [(3,), (1, 6), (2, 0, 1)])
-@pytest.mark.parametrize("window, causal", [(0, True), (2, True), (0, False)])
+@pytest.mark.parametrize("window, causal", [(0, True), (2, True), (2, False)])
 def test_gradcheck(lengths, window, causal):
     q, k, v, *rest = inputs(lengths)
     rest = (*rest, window, causal, 0.4, torch.tensor([11]))

@@ -206,7 +206,7 @@ PLANTED = {
         ("one of the heads that share a key", "places.tokens(dk, k.shape[1])", "places.tokens(dk)[:, : k.shape[1]]"),
     ],
     "attention in a window": [
-        ("a token too many", "(self.distance < window)", "(self.distance <= window)"),
+        ("a token too many", "(self.distance.abs() < window)", "(self.distance.abs() <= window)"),
     ],
 }  # fmt: skip
 FAULTS = [Fault(of, *row) for of, rows in PLANTED.items() for row in rows]

@@ -44,7 +44,7 @@ from tunecompile.runtime.model_state import State
 from tunecompile.runtime.parts.kernel_functions import KernelFunctions
 from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.unpad.decision import refused_now
-from tunecompile.runtime.unpad.documents import BOTH_WAYS, windows_of
+from tunecompile.runtime.unpad.documents import windows_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.handed_on import RowCall
 from tunecompile.runtime.unpad.masks.given import mask_in
@@ -143,7 +143,7 @@ def _as_documents(slot: LayerSlot, args: tuple, kwargs: dict[str, Any]) -> tuple
     if mask is None or padding is None or refused_now(padding.owner) or padding.watch.reason():
         return None
     window = windows_of(slot.layer)[0]
-    if window == BOTH_WAYS or not (window or mask.is_floating_point()):
+    if window < 0 or not (window or mask.is_floating_point()):
         return None
     return FlatBatch.of_whole_rows(mask.shape[0], mask.shape[-1], window, mask.device), mask
 

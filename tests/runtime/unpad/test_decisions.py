@@ -61,7 +61,11 @@ def test_windows_by_the_layers_code():
         return made
 
     assert [windows_of(layer(window)) for window in (None, 4, 0, "all")] == [(0,), (4, 0), (0,), (0,)]
-    assert windows_of(layer(4, causal=(False,))) == (BOTH_WAYS,)
+    assert [windows_of(layer(n, causal=(False,))) for n in (4, 1, None)] == [
+        (-4, BOTH_WAYS),
+        (BOTH_WAYS,),
+        (BOTH_WAYS,),
+    ]
     assert windows_of(layer(4, causal=(True, False))) == (4, 0)
 
 

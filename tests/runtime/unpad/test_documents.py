@@ -79,6 +79,16 @@ def test_documents_that_are_not_causal(length):
     assert read_mask(causal(document < 9, document), (BOTH_WAYS,), None).documents is None
 
 
+def test_windows_both_ways():
+    document = torch.tensor([[0, 0, 1, 1, 1, 1, 9, 9], [0, 1, 1, 1, 1, 1, 1, 9]])
+    place = torch.arange(8)
+    mask = both_ways(document < 9, document) & ((place[:, None] - place).abs() < 3)
+    assert read_mask(mask, (-3, BOTH_WAYS), None).documents.window == -3
+    for others in ((-2, BOTH_WAYS), (-4, BOTH_WAYS), (3, 0)):
+        assert read_mask(mask, others, None).documents is None
+    assert read_mask(both_ways(document < 9, document), (-3, BOTH_WAYS), None).documents.window == BOTH_WAYS
+
+
 def _but_one(mask: torch.Tensor, *place: int) -> torch.Tensor:
     mask = mask.clone()
     mask[place] = ~mask[place]

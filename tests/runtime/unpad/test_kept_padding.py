@@ -72,6 +72,16 @@ def test_rows_lose_their_padding_where_attention_has_dropout(dropout):
     assert region.providers["dropout_attention: reference"] and has(ours, "padding-removed") and not fell_back(ours)
 
 
+def test_rows_lose_their_padding_where_windows_see_both_ways():
+    """ModernBERT: its first layer sees all of a document, the second those nearer than 5."""
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+    config = tf.ModernBertConfig(**SIZES, **tokens, local_attention=8, global_attn_every_n_layers=2)
+    ours, plain = pair(lambda: tf.ModernBertForMaskedLM(config).double())
+    follow(ours, plain, [padded(), padded(3, 24, "left")])
+    assert has(ours, "padding-removed", count=2) and not fell_back(ours)
+    assert all(region.providers["varlen_attention: reference"] for region in tunecompile.report(ours).regions)
+
+
 def test_masks_of_one_row_are_written_out_once_for_all_layers():
     one, rows = torch.ones(1, 1, 6, 6, dtype=torch.bool).expand(2, 1, 6, 6), torch.ones(2, 1, 6, 6, dtype=torch.bool)
     call = type("Call", (), {"masks_in_one_form": {}})()

@@ -36,8 +36,8 @@ def document_mask(
         offsets: int32 [S + 1], rising from 0 to N: where each document begins.
         longest: tokens of the longest document, or more: kernels are launched for so many.
         total: N.
-        window: how many tokens a token sees, itself included; 0 for all.
-        causal: whether a token sees no later token. If False, there is no window.
+        window: how many tokens a token sees, itself included, and as many behind it if it sees these; 0 for all.
+        causal: whether a token sees no later token.
         tree, places: of documents that go on where others end, as for `branch_attention`; causal.
 
     Returns:
@@ -45,9 +45,9 @@ def document_mask(
     place = torch.arange(total, device=offsets.device)
     document = torch.searchsorted(offsets[1:].long(), place, right=True)
     seen = document[:, None] == document
-    if not causal:
-        return seen[None, None]
     back = place[:, None] - place
+    if not causal:
+        return (seen & (back.abs() < window) if window else seen)[None, None]
     if tree is not None and places is not None:
         seen = place[:, None] < tree[1][document]
         back = torch.where(back < 0, back, places[:, None] - places)
@@ -100,9 +100,9 @@ def varlen_attention(
         offsets: int32 [S + 1], rising from 0 to N; sequence i is tokens offsets[i] to offsets[i + 1], and may be empty.
         longest: tokens of the longest sequence, or more.
         scale: of the scores, mostly 1 / sqrt(D).
-        window: how many tokens a token sees, itself included; 0 for all.
+        window: how many tokens a token sees, itself included, and as many behind it if it sees these; 0 for all.
         sinks: [H], any floating dtype, or None.
-        causal: whether a token sees no later token. If False, there is no window.
+        causal: whether a token sees no later token.
         softcap: c of c tanh(score / c), in the units of the scores (Gemma 2, arXiv:2408.00118); 0 for none.
 
     Returns:
@@ -185,7 +185,7 @@ class Places:
         heads = q.shape[1]
         seen = self.distance >= 0 if self.causal else (self.taken[:, None] | (self.distance == 0))[:, None]
         if window:
-            seen = seen & (self.distance < window)
+            seen = seen & (self.distance.abs() < window)
         made = self.heads_first(q, heads) @ self.heads_first(k, heads).transpose(-1, -2) * scale
         slope: Tensor | float = 1.0
         if softcap:
@@ -241,8 +241,8 @@ def join_sinks(out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> tuple[Te
     return (out.float() * (logsumexp - joined).exp().t()[..., None]).to(out.dtype), joined
 
 
-def _window(window: int) -> dict[str, int]:
-    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+def _window(window: int, causal: bool) -> dict[str, int]:
+    return {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1} if window else {}
 
 
 @varlen_attention.provider("flash", because=_FLASH, refuses=_refuse_flash)
@@ -251,7 +251,7 @@ def _(q, k, v, offsets, longest, scale, window, sinks, causal, softcap):
         *(q.contiguous(), k.contiguous(), v.contiguous()),
         *(offsets, offsets, longest, longest, 0.0, causal, False),
         scale=scale,
-        **_window(window),
+        **_window(window, causal),
     )
     return join_sinks(made[0], made[1], sinks)
 
@@ -264,7 +264,7 @@ def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, ou
             *(grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()),
             *(out0, out1, offsets, offsets, longest, longest, 0.0, causal, unread, unread),
             scale=scale,
-            **_window(window),
+            **_window(window, causal),
         ),
         sinks_gradient(grad, out0, out1, sinks),
     ]

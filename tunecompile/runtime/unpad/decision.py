@@ -104,7 +104,7 @@ def decide(
     else:
         reading = read_padding(mask, labels) if mask.dim() == 2 else read_mask(mask, windows, labels)
     found, shared = reading.documents, None
-    if found is not None and prefixes is not None and found.window != BOTH_WAYS:
+    if found is not None and prefixes is not None and found.window >= 0:
         shared = prefixes.shared(found.real, found.starts)
     facts = MaskFacts(
         understood=found is not None,
@@ -133,7 +133,7 @@ def narrows(window: int, mask: Tensor) -> bool:
 
     A CPU's attention reads masks as fast, and has no windows.
     """
-    return mask.is_cuda and 0 < window < mask.shape[-1]
+    return mask.is_cuda and window not in (0, BOTH_WAYS) and abs(window) < mask.shape[-1]
 
 
 def refused_now(owner: nn.Module) -> Note | None:

@@ -18,7 +18,9 @@ from tunecompile._torch.cuda import start_copy_to_host
 from tunecompile.runtime.unpad.masks.pairs import blocks, diagonal
 
 IGNORED = -100
-BOTH_WAYS = -1  #: in place of a window: attention that is not causal, to all tokens of the document
+#: in place of a window: attention that is not causal, to all tokens of the document. With windows, -n is that to
+#: tokens nearer than n.
+BOTH_WAYS = -1
 AT_ONCE = 1 << 26  #: elements of a mask that are compared at once
 
 
@@ -31,7 +33,9 @@ class Documents:
     count: int  #: real tokens
     documents: int
     longest: int  #: tokens of the longest document
-    window: int  #: how many tokens a token sees, itself included; 0 for all that stand before it, or BOTH_WAYS
+    #: how many tokens a token sees, itself included; 0 for all that stand before it; negative where it sees those
+    #: behind it, too: see BOTH_WAYS
+    window: int
 
     @property
     def full(self) -> bool:
@@ -78,17 +82,17 @@ class PendingReading:
 def windows_of(layer: nn.Module) -> tuple[int, ...]:
     """How many tokens a token may see by the layer's attributes, then 0 for all. The mask has the last word.
 
-    BOTH_WAYS alone, where the attributes say that attention is not causal.
+    Negative, and BOTH_WAYS for all, where the attributes say that attention is not causal.
     """
     modules = list(layer.modules())
     causal = {vars(module).get("is_causal") for module in modules}
-    if False in causal and True not in causal:  # a decoder that reads an encoder has both
-        return (BOTH_WAYS,)
+    sign, whole = (-1, BOTH_WAYS) if False in causal and True not in causal else (1, 0)  # some decoders have both
     for holder in (*modules, *(getattr(module, "config", None) for module in modules)):
         if "sliding_window" in getattr(holder, "__dict__", ()):
             window = holder.sliding_window
-            return (window, 0) if isinstance(window, int) and window > 0 else (0,)
-    return (0,)
+            known = isinstance(window, int) and window > max(0, -whole)
+            return (sign * window, whole) if known else (whole,)
+    return (whole,)
 
 
 def read_mask(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -> MaskReading:
@@ -102,7 +106,7 @@ def begin_reading(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -
     Args:
         mask: [B, 1, T, T]: True, or 0, where a query (third dimension) sees a key; False, or the least number of its
             dtype, where it does not.
-        windows: to try, the first that fits is taken; 0 for none.
+        windows: to try, the first that fits is taken: see `Documents`.
         labels: int [B, T] of a loss that may shift them by one, or None.
     """
     real, before = _seen(diagonal(mask, 0)), F.pad(_seen(diagonal(mask, -1)), (1, 0))
@@ -156,10 +160,13 @@ def read_offsets(offsets: Tensor) -> MaskReading:
 
 def _seen_from(real: Tensor, starts: Tensor, begin: Tensor, place: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """The first and the last token that each token sees, [B, T]."""
-    if window != BOTH_WAYS:
-        return torch.maximum(begin, place - window + 1) if window else begin, place.expand_as(begin)
+    width = 0 if window == BOTH_WAYS else abs(window)
+    first = torch.maximum(begin, place - width + 1) if width else begin
+    if window >= 0:
+        return first, place.expand_as(begin)
     is_last = F.pad(starts[:, 1:] | ~real[:, 1:], (0, 1), value=True)
-    return begin, torch.where(is_last, place, len(place)).flip(1).cummin(1).values.flip(1)
+    last = torch.where(is_last, place, len(place)).flip(1).cummin(1).values.flip(1)
+    return first, torch.minimum(last, place + width - 1) if width else last
 
 
 def _seen(pairs: Tensor) -> Tensor:

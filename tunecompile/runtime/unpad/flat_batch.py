@@ -29,7 +29,7 @@ from tunecompile.runtime.unpad.sizes import (
 
 #: OFFSETS, int32 [S + 2]: where documents begin; the last one is the rounding up of N
 LONGEST = "longest_document"  #: a tensor [L, 0], read for its size alone: an int would cause recompilations
-#: how many tokens a token sees, 0 for all before it, or BOTH_WAYS; as a text, since an int may become a symbol
+#: how many tokens a token sees, as `Documents` has it; as a text, since an int may become a symbol
 WINDOW = "document_window"
 MASKS = "document_masks"  #: positions and names of the arguments that are the mask
 ADDED = "document_mask_added"  #: the dtype in which the mask is added to scores, as a text; empty where it is of bools

@@ -29,7 +29,8 @@ def with_document_mask(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     longest = kwargs[LONGEST].shape[0]
     window = int(kwargs[WINDOW])
     tree = kwargs.get(TREE), kwargs.get(PLACES)
-    mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], max(window, 0), window != BOTH_WAYS, *tree)
+    width = 0 if window == BOTH_WAYS else abs(window)
+    mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], width, window >= 0, *tree)
     if kwargs[ADDED]:
         dtype = getattr(torch, kwargs[ADDED])
         mask = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)

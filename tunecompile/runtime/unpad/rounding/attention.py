@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from tunecompile.notes import Note, note
-from tunecompile.runtime.unpad.documents import BOTH_WAYS
 from tunecompile.runtime.unpad.flat_batch import BOUNDARIES, FlatBatch
 from tunecompile.runtime.unpad.masks.given import MASK, mask_in, place_of_mask
 from tunecompile.runtime.unpad.rounding.told import Told
@@ -91,7 +90,7 @@ class KnownAttention:
         whole = self._runs(layer, self.kind(layer, args, kwargs))
         if (whole, graph) in self.alike:
             return None
-        if whole is None or not is_alike(whole, graph, flat.window == BOTH_WAYS):
+        if whole is None or not is_alike(whole, graph, flat.window < 0):
             return note("own-mask")
         self.alike.add((whole, graph))
         return None
@@ -116,7 +115,7 @@ class KnownAttention:
 
     def sees_both_ways(self) -> bool:
         """Whether attention of a layer was told to see tokens behind each, too: what begins alike differs there."""
-        return any(self.told[layer][1].window == BOTH_WAYS for layer in self.members() if layer in self.told)
+        return any(self.told[layer][1].window < 0 for layer in self.members() if layer in self.told)
 
     def why_not_causal(self) -> Note | None:
         """Why rows without padding, which have no mask, cannot be documents."""

@@ -33,5 +33,6 @@ class Told:
 
         A row that is no longer than a window is seen as without it.
         """
-        window = self.window if self.window == BOTH_WAYS or self.window >= whole.shape[1] else 0
+        plain = BOTH_WAYS if self.window < 0 else 0
+        window = self.window if abs(self.window) >= whole.shape[1] else plain
         return replace(whole, window=window, fills=self.pairs, real_rows=self.rows)
