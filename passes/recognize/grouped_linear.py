@@ -54,12 +54,12 @@ def _siblings(graph: Graph) -> list[list[Node]]:
     for node in graph.nodes:
         epoch += is_barrier(node)  # never across a mutation or a change of grad mode
         if node.target is lora_linear.overload and (y := _result(node)) is not None and not _changed_in_place(y):
-            x, inputs, _, biases, *_, dtype = node.args
+            x, inputs, _, biases, _, _, _, *kind = node.args
             source = (
                 x.args if x.target == "to" and len(x.args) == 2 else x
             )  # under autocast every linear has its own cast
             groups.setdefault(
-                (epoch, source, bool(inputs), bool(biases), dtype, _leads_to_gradient(y), _gated(y)), []
+                (epoch, source, bool(inputs), bool(biases), *kind, _leads_to_gradient(y), _gated(y)), []
             ).append(node)
     return [nodes for nodes in groups.values() if len(nodes) > 1]
 
@@ -148,7 +148,7 @@ def _merge(graph: Graph, group: list[Node], ys: tuple[Node, ...]) -> None:
     columns = [[member for node in group for member in node.args[i]] for i in range(1, 7)]
     sizes = [value(y).shape[-1] for y in ys]
     with graph.inserting_before(group[0]):
-        made = graph.call_function(lora_linear.overload, (group[0].args[0], *columns, group[0].args[7]))
+        made = graph.call_function(lora_linear.overload, (group[0].args[0], *columns, *group[0].args[7:]))
         y = graph.call_function(getitem, (made, 0))
         parts = graph.call_method("split", (y, sizes, -1))
         for node in (made, y, parts):

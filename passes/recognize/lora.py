@@ -12,6 +12,7 @@ from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.match import Match, cast
 from tunecompile.ir.rewrite import rewrite
 from tunecompile.ops import lora_linear
+from tunecompile.ops.frozen_weights import DENSE
 
 __all__ = ["PASS"]
 
@@ -126,6 +127,7 @@ def _product(x, weight, bias, a, b, scale, adapter_input, match):
         [b],
         [float(scale)],
         torch.promote_types(dtype_of(down), dtype),
+        DENSE,
     )  # where x is wider than the adapters, casting them is cheaper and more exact
     return made[0]
 

@@ -3,7 +3,6 @@
 Gate and up are two projections, or the halves of one, whose adapter then serves both."""
 
 from operator import getitem
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -12,12 +11,9 @@ from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import is_disturbed
 from tunecompile.ir.rewrite import annotate, erase_dead, where_from
-from tunecompile.ops import gated_activation, lora_linear, lora_linear_nf4, lora_mlp
+from tunecompile.ops import gated_activation, lora_linear, lora_mlp
 
 __all__ = ["PASS"]
-
-_LINEARS = (lora_linear.overload, lora_linear_nf4.overload)
-
 
 _PARTS = ("split", "chunk", torch.split, torch.chunk)  #: several ways to cut one output
 
@@ -31,7 +27,7 @@ def _half(node: Node) -> tuple[Node, int] | None:
     if (
         y.target is not getitem
         or y.args[1] != 0
-        or y.args[0].target not in _LINEARS
+        or y.args[0].target is not lora_linear.overload
         or len(y.users) != 1
         or len(split.users) != 2
         or 2 * value(node).shape[-1] != value(y).shape[-1]  # other parts, or along another dimension
@@ -44,55 +40,13 @@ def _is_adapted(node: Node) -> bool:
     """Whether it is of the output of an adapted linear, whole or in part."""
     while isinstance(node, Node) and (node.target is getitem or node.target in _PARTS):
         node = node.args[0]
-    return isinstance(node, Node) and node.target in _LINEARS
-
-
-def _members(linear: Node) -> dict[str, Any]:
-    """An adapted linear's arguments by the names of `lora_mlp`; under "same" those that must agree."""
-    if linear.target is lora_linear.overload:
-        x, inputs, weights, biases, a, b, scales, dtype = linear.args
-        return dict(
-            x=x,
-            own=[*inputs, *biases],
-            weights=list(weights),
-            packed=[],
-            absmax=[],
-            code=[],
-            scale=[],
-            offset=[],
-            a=a,
-            b=b,
-            scales=scales,
-            rows=[value(w).shape[0] for w in weights],
-            same=(dtype, 0, ""),
-        )
-    x, inputs, packed, absmax, code, scale, offset, biases, a, b, scales, dtype, rows, blocksize, quant_type = (
-        linear.args
-    )
-    return dict(
-        x=x,
-        own=[*inputs, *biases],
-        weights=[],
-        packed=packed,
-        absmax=absmax,
-        code=code,
-        scale=scale,
-        offset=offset,
-        a=a,
-        b=b,
-        scales=scales,
-        rows=rows,
-        same=(dtype, blocksize, quant_type),
-    )
+    return isinstance(node, Node) and node.target is lora_linear.overload
 
 
 def _match(down: Node) -> tuple | str | None:
     """The arguments of `lora_mlp`; for a near miss the reason; otherwise None."""
-    act = down.args[0]
-    if (
-        act.target is not gated_activation.overload
-        or len(down.args[4 if down.target is lora_linear.overload else 8]) != 1
-    ):
+    act, _, _, _, a, *_ = down.args
+    if act.target is not gated_activation.overload or len(a) != 1:
         return None
     gate, up = (_half(side) for side in act.args[:2])
     if gate is None or up is None or gate[0] is not up[0]:
@@ -101,27 +55,26 @@ def _match(down: Node) -> tuple | str | None:
         return "gate and up are no group of adapted linears, or are read elsewhere too"
     if (gate[1], up[1]) != (0, 1):
         return "up stands before gate"
-    wide, narrow = _members(gate[0]), _members(down)
-    if len(wide["rows"]) > 2:
+    if len(gate[0].args[4]) > 2:
         return "a third projection is grouped with gate and up"
-    reason = _mismatch(down, act, wide, narrow) if not is_disturbed(gate[0], down) else _SWITCHED
-    if reason is not None:
+    if is_disturbed(gate[0], down):
+        return "autograd or autocast is switched, or a value changed in place, between them"
+    if reason := _mismatch(gate[0], act, down):
         return reason
-    names = ("weights", "packed", "absmax", "code", "scale", "offset", "a", "b", "scales", "rows")
-    joined = [[*wide[name], *narrow[name]] for name in names]
-    return (wide["x"], *joined, *wide["same"][1:], act.args[2])
+    x, _, weights, _, a, b, scales, _, stored = gate[0].args
+    joined = ([*theirs, *its] for theirs, its in zip((weights, a, b, scales), (down.args[2], *down.args[4:7])))
+    return (x, *joined, stored, act.args[2])
 
 
-_SWITCHED = "autograd or autocast is switched, or a value changed in place, between them"
-
-
-def _mismatch(down: Node, act: Node, wide: dict[str, Any], narrow: dict[str, Any]) -> str | None:
-    """Why the members of gate|up and of down cannot be one op, or None."""
-    if wide["own"] or narrow["own"]:
+def _mismatch(gate_up: Node, act: Node, down: Node) -> str | None:
+    """Why gate|up and down cannot be one op, or None."""
+    x, inputs, weights, biases, a, _, _, dtype, stored = gate_up.args
+    _, own, other, bias, *_, its_dtype, its_stored = down.args
+    if inputs or biases or own or bias:
         return "a projection has a bias, or its adapter dropout"
-    if wide["same"] != narrow["same"] or bool(wide["code"]) != bool(narrow["code"]):
+    if (dtype, stored, len(weights)) != (its_dtype, its_stored, len(a) * len(other)):
         return "the projections' weights differ in format"
-    if wide["same"][0] != value(wide["x"]).dtype or value(act).dtype != value(wide["x"]).dtype or len(act.users) != 1:
+    if dtype != value(x).dtype or value(act).dtype != value(x).dtype or len(act.users) != 1:
         return "adapters or activation are computed in another dtype, or the activation is read elsewhere too"
     if any(user.target is not getitem or user.args[1] != 0 for user in down.users):
         return "the inner product of down's adapter is read elsewhere too"
@@ -130,7 +83,7 @@ def _mismatch(down: Node, act: Node, wide: dict[str, Any], narrow: dict[str, Any
 
 def run(graph: Graph, context: Context) -> None:
     tally = MatchCount("lora_mlp")
-    for down in [node for node in graph.nodes if node.target in _LINEARS]:
+    for down in list(graph.find_nodes(op="call_function", target=lora_linear.overload)):
         match = _match(down)
         if isinstance(match, str):
             tally.refuse(match + where_from(down))

@@ -1,4 +1,7 @@
-"""4-bit matrix products of bitsandbytes become dequantisation and a plain linear, which later passes recognize."""
+"""4-bit matrix products of bitsandbytes become dequantisation and a plain linear, which later passes recognize.
+
+Behind those, adapted linears, and in rollouts linears without adapters, take the packed weights.
+"""
 
 import math
 
@@ -10,12 +13,15 @@ from tunecompile._torch.modules import linear
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import drop_clones, dtype_of, value
 from tunecompile.ir.nodes import DISTURBED, is_barrier, is_disturbed
+from tunecompile.ir.op import Op, has_triton
+from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.rewrite import annotate, erase_dead, replace, where_from
-from tunecompile.ops import dequantize_4bit, linear_4bit
+from tunecompile.ops import dequantize_4bit, linear_4bit, lora_linear
+from tunecompile.ops.frozen_weights import packed_as
 from tunecompile.ops.nf4 import CODES
 from tunecompile.ops.packed.few_rows import refuse
 
-__all__ = ["FEW_ROWS", "PASS"]
+__all__ = ["FEW_ROWS", "LORA", "PASS"]
 
 _PARAMETERS = (
     "A",
@@ -128,6 +134,29 @@ def run(graph: Graph, context: Context) -> None:
     context.tallies.append(tally)
 
 
+def _of_adapters(graph: Graph, context: Context) -> None:
+    """Adapted linears read packed weights where a template dequantises them: of one format, and without other users."""
+    tally = MatchCount("lora_nf4")
+    for node in graph.find_nodes(op="call_function", target=lora_linear.overload):
+        x, inputs, weights, *adapters, _ = node.args
+        packed = [w for w in weights if w.target is dequantize_4bit.overload]
+        if not packed or not on_gpu(value(x)) or not has_triton():
+            continue
+        blocksize, quant_type, dtype = packed[0].args[7:]
+        formats = {(w.args[2] is None, *w.args[7:]) for w in packed}
+        alone = packed == list(weights) and all(len(w.users) == 1 for w in weights)
+        if not alone or len(formats) > 1 or dtype != value(x).dtype:
+            tally.refuse("the weights differ in format, or are read elsewhere too")
+        elif any(is_disturbed(weight, node) for weight in weights):  # the op reads packed weights where it stands
+            tally.refuse(DISTURBED)
+        else:
+            tensors = [each for w in weights for each in w.args[:5] if each is not None]
+            stored = packed_as(quant_type, blocksize)
+            _replace(graph, node, lora_linear, (x, inputs, tensors, *adapters, stored), weights)
+            tally.rewrote()
+    context.tallies.append(tally)
+
+
 def _of_few_rows(graph: Graph, context: Context) -> None:
     """Frozen 4-bit linears that no adapter has, in a step of a rollout: packed weights are read where they are."""
     tally = MatchCount("linear_4bit")
@@ -141,16 +170,28 @@ def _of_few_rows(graph: Graph, context: Context) -> None:
         if is_disturbed(weight, node):
             tally.refuse(DISTURBED)
             continue
-        with graph.inserting_before(node):
-            new = graph.call_function(linear_4bit.overload, (x, *tensors, bias, rows, blocksize, quant_type))
-        annotate(new, node)
-        node.replace_all_uses_with(new)
-        erase_dead(graph, [node, weight])
+        _replace(graph, node, linear_4bit, (x, *tensors, bias, rows, blocksize, quant_type), [weight])
         tally.rewrote()
     if tally.found:
         context.tallies.append(tally)
 
 
+def _replace(graph: Graph, node: Node, op: Op, args: tuple, weights: list[Node]) -> None:
+    """Put a call on packed weights in the place of one on their values."""
+    with graph.inserting_before(node):
+        new = graph.call_function(op.overload, args)
+    annotate(new, node)
+    node.replace_all_uses_with(new)
+    erase_dead(graph, [node, *weights])
+
+
+LORA = Pass(
+    "lora_nf4",
+    "recognize",
+    _of_adapters,
+    requires=frozenset({"grouped_linear", "nf4"}),
+    provides=frozenset({"lora_nf4"}),
+)
 FEW_ROWS = Pass(
     "linear_4bit", "recognize", _of_few_rows, requires=frozenset({"nf4"}), provides=frozenset({"linear_4bit"})
 )

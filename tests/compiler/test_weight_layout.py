@@ -16,7 +16,7 @@ SHAPES = {"x": (TOKENS, WIDTH), "packed": (PACKED, 1), "a": (RANK, WIDTH), "b": 
 
 
 def linear(x, weights, a, b):
-    return lora_linear(x, [], weights, [], a, b, [2.0] * len(a), torch.float32)[0]
+    return lora_linear(x, [], weights, [], a, b, [2.0] * len(a), torch.float32, "dense")[0]
 
 
 def decoded(packed, absmax):

@@ -12,7 +12,7 @@ from tests.support.models.gpu import build, median
 from tests.support.notes import EAGER, find
 from tests.support.ops.arguments import eight_bits_case, provider_in
 from tests.support.ops.checks import error
-from tunecompile.ops import lora_linear, lora_linear_nf4
+from tunecompile.ops import lora_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -60,13 +60,13 @@ def test_packed_weights(double, precision):
     from tests.support.ops.arguments import dense_and_packed
 
     _, packed = dense_and_packed(torch.bfloat16, double, (512, 128), (16, 16), bias=True)
-    ours, theirs = both(lora_linear_nf4, precision, packed)
+    ours, theirs = both(lora_linear, precision, packed)
     # The scales differ by the bound's slack, so values round elsewhere: each is as far from the exact ones as the format puts it.
-    exact = lora_linear_nf4(*packed)[0]
+    exact = lora_linear(*packed)[0]
     assert error(ours[0], exact) < 1.2 * error(theirs[0], exact) + 4e-3
     grad = torch.randn(theirs[0].shape).bfloat16()
     args = [grad, *packed, theirs[1]]
-    (ours, theirs), exact = both(lora_linear_nf4.backward_op, precision, args), lora_linear_nf4.backward_op(*args)
+    (ours, theirs), exact = both(lora_linear.backward_op, precision, args), lora_linear.backward_op(*args)
     assert error(ours[0], exact[0]) < 1.2 * error(theirs[0], exact[0]) + 4e-3
     assert max(error(o, t) for o, t in zip(ours[1:], theirs[1:])) < 6e-3
 
@@ -90,13 +90,14 @@ def test_gradients_are_off_by_what_8_bits_round(family, mode, autocast, precisio
             errors.items(), key=lambda item: item[1]
         )
     report = tunecompile.report(model)
-    op = "lora_linear_nf4" if mode == "qlora" else "lora_linear"
     chosen = report.regions[0].providers
     for way in (
         "",
         "_backward",
     ):  # q|k|v, o, gate|up and down; the last two are one op where adapters have the model's dtype
-        assert chosen[f"{op}{way}: {precision}"] + 2 * chosen.get(f"lora_mlp{way}: joined_{precision}", 0) == 4, report
+        assert (
+            chosen[f"lora_linear{way}: {precision}"] + 2 * chosen.get(f"lora_mlp{way}: joined_{precision}", 0) == 4
+        ), report
     assert not find(report, *EAGER, "not-in-precision", "products-not-in-precision", "region-not-in-precision"), report
 
 

@@ -51,7 +51,7 @@ def test_which_templates_a_t4_takes(dtype):
             heads, heads, heads, True
         )
         (joined,) = [each for each in lora_mlp.providers if each.name == "joined"]
-        args = (x, [x] * 3, [], [], [], [], [], [x] * 3, [x] * 3, [1.0] * 3, [64] * 3, 64, "nf4", "silu")
+        args = (x, [x] * 3, [x] * 3, [x] * 3, [1.0] * 3, "dense", "silu")
         assert joined.refuses(*args) is not None
     with as_on_gpu("rtx3090"):
         assert refuse_gpu(x) is None and documents._refuse_flash(heads, heads, heads, 0.0) is None

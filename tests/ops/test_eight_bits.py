@@ -7,15 +7,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from tests.support.ops.arguments import eight_bits_case, lora_leaves, provider_in, with_lora_leaves
+from tests.support.ops.arguments import NF4, eight_bits_case, lora_leaves, provider_in, with_lora_leaves
 from tests.support.ops.checks import error
 from tunecompile._torch import known_bugs
 from tunecompile._torch.card import acting_as
 from tunecompile._torch.fake_tensors import trace
 from tunecompile.ir.op import OPS
 from tunecompile.notes import note
-from tunecompile.ops import eight_bits, lora_linear, lora_linear_nf4
+from tunecompile.ops import eight_bits, lora_linear
 from tunecompile.ops.eight_bits import FORMATS, FP8, INT8
+from tunecompile.ops.frozen_weights import DENSE
 
 UNIT = 2.0**-4  # e4m3 rounds by at most this
 ADAPTER = 2.0**-7  # two e4m3 numbers a value, and the product that is left out
@@ -37,7 +38,7 @@ def rounding(eight, x, weight, beside):
 
 def matrices(args):
     """In fp64: tokens, the weight, XA and the adapters side by side, and what is added."""
-    x, inputs, weights, biases, a, b, scales, _ = args
+    x, inputs, weights, biases, a, b, scales, *_ = args
     tokens = x.double().flatten(0, -2)
     sources = [v.double().flatten(0, -2) for v in inputs] or [tokens] * len(a)
     xa = torch.cat([v @ m.double().t() for v, m in zip(sources, a)], 1)
@@ -150,12 +151,12 @@ def test_packed_weights_give_what_their_values_give(eight):
 
     dense, packed = dense_and_packed(torch.bfloat16, True, (32, 16), (4, 2), bias=True)
     ours, theirs = (
-        provider_in(lora_linear_nf4, eight.name).run(*packed),
+        provider_in(lora_linear, eight.name).run(*packed),
         provider_in(lora_linear, eight.name).run(*dense),
     )
     assert all(torch.equal(o, t) for o, t in zip(ours, theirs))
     grad = torch.randn(ours[0].shape).bfloat16()
-    ours = provider_in(lora_linear_nf4.backward_op, eight.name).run(grad, *packed, ours[1])
+    ours = provider_in(lora_linear.backward_op, eight.name).run(grad, *packed, ours[1])
     theirs = provider_in(lora_linear.backward_op, eight.name).run(grad, *dense, theirs[1])
     assert all(torch.equal(o, t) for o, t in zip(ours, theirs))
 
@@ -164,10 +165,10 @@ def test_packed_weights_give_what_their_values_give(eight):
 def test_the_bound_of_packed_weights_holds_and_is_near(eight, double):
     pytest.importorskip("bitsandbytes")
     from tests.support.ops.arguments import dense_and_packed
-    from tunecompile.ops.frozen_weights import PackedWeights
+    from tunecompile.ops.frozen_weights import frozen_weights
 
     dense, packed = dense_and_packed(torch.float32, double, (512, 64), (4, 2))
-    weights = PackedWeights(*packed[2:7], *packed[12:15], 64, torch.float32)
+    weights = frozen_weights(packed[2], packed[-1], [512, 64], 64, torch.float32)
     whole = torch.cat(dense[2]).abs()
     bound, largest = (weights.row_bounds(), whole.amax(1)) if eight is INT8 else (weights.bound(), whole.max())
     assert (largest * 0.9999 <= bound).all() and (bound <= 3 * largest).all()
@@ -186,7 +187,7 @@ def test_what_cannot_be_in_8_bits_runs_as_before_and_says_why(eight, change, rea
         return
     assert lora_linear.choose(args, eight.name).name == lora_linear.choose(args).name != eight.name
     assert reason in lora_linear.refusals(args, eight.name)[eight.name]
-    assert lora_linear.refusals(args, None) == {"k_extension": note("not-on-gpu")}
+    assert lora_linear.refusals(args, None)["k_extension"] == note("not-on-gpu")
 
 
 def test_only_who_asks_gets_it(eight):
@@ -199,8 +200,6 @@ def test_only_who_asks_gets_it(eight):
     assert {op.name for op in OPS.values() if any(p.precision == eight.name for p in op.providers)} == {
         "lora_linear",
         "lora_linear_backward",
-        "lora_linear_nf4",
-        "lora_linear_nf4_backward",
         "lora_mlp",
         "lora_mlp_backward",
     }
@@ -270,20 +269,15 @@ def test_on_a_gpu_siblings_are_one_product_each_way(eight, nested):
         blocks = [n * k // 64 for n in sizes]
         packed = [fake(n * k // 2, 1, dtype=torch.uint8) for n in sizes]
         absmax = [fake(m, dtype=torch.uint8 if nested else torch.float32) for m in blocks]
-        rest = (
-            [[fake(256) for _ in sizes], [fake(-(-m // 256)) for m in blocks], [fake() for _ in sizes]]
-            if nested
-            else [[], [], []]
-        )
+        tables = [[fake(256), fake(-(-m // 256)), fake()] if nested else [] for m in blocks]
         a, b = [fake(r, k) for r in ranks], [fake(n, r) for n, r in zip(sizes, ranks)]
         weights = [fake(n, k, dtype=torch.bfloat16) for n in sizes]
-    for op, args in (
-        (lora_linear_nf4, [x, [], packed, absmax, *rest, [], a, b, [1.0] * 3, torch.float32, sizes, 64, "nf4"]),
-        (lora_linear, [x, [], weights, [], a, b, [1.0] * 3, torch.float32]),
-    ):
+    tensors = [each for i in range(3) for each in (packed[i], absmax[i], *tables[i])]
+    for stored, frozen in ((NF4, tensors), (DENSE, weights)):
+        args = [x, [], frozen, [], a, b, [1.0] * 3, torch.float32, stored]
         for names, products in (
-            (traced(provider_in(op, eight.name).run, args, mode), 1),  # x A^T
-            (traced(provider_in(op.backward_op, eight.name).run, [grad, *args, xa], mode), 3),  # dY B, dA, dB
+            (traced(provider_in(lora_linear, eight.name).run, args, mode), 1),  # x A^T
+            (traced(provider_in(lora_linear.backward_op, eight.name).run, [grad, *args, xa], mode), 3),  # dY B, dA, dB
         ):
             assert names.count("aten._scaled_mm.default") == (eight is FP8) and "aten._int_mm.default" not in names
             launches = names.count("triton_kernel_wrapper_functional") - products

@@ -21,7 +21,7 @@ from tunecompile.ops import lora_linear
 FORWARD, BACKWARD = "k_extension", "grouped"
 
 
-def formula(x, inputs, weights, biases, a, b, scales, dtype):
+def formula(x, inputs, weights, biases, a, b, scales, dtype, stored):
     ys = []
     for i, w in enumerate(weights):
         source = inputs[i] if inputs else x
@@ -121,7 +121,7 @@ def test_half_precision_is_no_worse_than_peft(own, adapters):
     args = lora_arguments(tensor((3, 20, 64), dtype=torch.bfloat16), (32, 16), (8, 4), True, own, adapters, adapters)
     args[5] = [m * 0.1 for m in args[5]]
 
-    def peft(x, inputs, weights, biases, a, b, scales, dtype):
+    def peft(x, inputs, weights, biases, a, b, scales, dtype, stored):
         ys = []
         for i, w in enumerate(weights):
             source = (inputs[i] if inputs else x).to(a[i].dtype)

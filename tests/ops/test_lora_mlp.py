@@ -12,15 +12,15 @@ from tunecompile.ops import gated_activation, lora_linear, lora_mlp
 
 def apart(x, weights, a, b, activation):
     scales = SCALES[-len(weights) :]
-    gate_up, _ = lora_linear(x, [], weights[:-1], [], a[:-1], b[:-1], scales[:-1], x.dtype)
+    gate_up, _ = lora_linear(x, [], weights[:-1], [], a[:-1], b[:-1], scales[:-1], x.dtype, "dense")
     gate, up = gate_up.split(128, -1)
     act = gated_activation(gate, up, activation)
-    return lora_linear(act, [], weights[-1:], [], a[-1:], b[-1:], scales[-1:], x.dtype)[0]
+    return lora_linear(act, [], weights[-1:], [], a[-1:], b[-1:], scales[-1:], x.dtype, "dense")[0]
 
 
 def assert_same_as_apart(arguments, weights):
     y = lora_mlp(*arguments)[0]
-    expected = apart(arguments[0], weights, arguments[7], arguments[8], arguments[-1])
+    expected = apart(arguments[0], weights, arguments[2], arguments[3], arguments[-1])
     assert torch.equal(y, expected)
     grad = torch.randn_like(y)
     ours, theirs = (torch.autograd.grad(v, mlp_leaves(arguments), grad) for v in (y, expected))
@@ -50,7 +50,7 @@ def test_one_projection_that_gives_gate_and_up():
 def test_gradcheck(shapes):
     arguments, count = dense_mlp(torch.float64, shapes=shapes), len(shapes)
     assert torch.autograd.gradcheck(
-        lambda x, *m: lora_mlp(x, *arguments[1:7], m[:count], m[count:], *arguments[9:])[0],
+        lambda x, *m: lora_mlp(x, arguments[1], m[:count], m[count:], *arguments[4:])[0],
         mlp_leaves(arguments),
         fast_mode=True,
     )

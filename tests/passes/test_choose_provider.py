@@ -20,7 +20,7 @@ from tunecompile.planner.cost_model import graph_work
 
 choose_provider = importlib.import_module("tunecompile.passes.lower.choose_provider")
 PAIR = gated_activation, (torch.randn(3, 8), torch.randn(3, 8), "silu")
-WEIGHTS = [torch.randn(6, 8)], [], [torch.randn(2, 8)], [torch.randn(6, 2)], [0.5], torch.float32
+WEIGHTS = [torch.randn(6, 8)], [], [torch.randn(2, 8)], [torch.randn(6, 2)], [0.5], torch.float32, "dense"
 LORA = lora_linear, (torch.randn(3, 8), [], *WEIGHTS)
 
 

@@ -15,13 +15,13 @@ from tunecompile.ops import dequantize_4bit
 
 check = partial(run.check, passes=family("nf4", "lora", "grouped_linear", "lora_nf4"))
 APART = {"dequantize_4bit": 1, "lora_linear": 1}
-PACKED = {"lora_linear_nf4": 1}
+PACKED = {"lora_linear": 1}
 
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     """The op's reference runs on the CPU."""
-    module = importlib.import_module("tunecompile.passes.recognize.lora_nf4")
+    module = importlib.import_module("tunecompile.passes.recognize.nf4")
     monkeypatch.setattr(module, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
     monkeypatch.setattr(module, "has_triton", lambda: True)
 
@@ -46,7 +46,7 @@ def test_siblings_read_packed_weights(options):
 
 @pytest.mark.parametrize("missing", ["on_gpu", "has_triton"])
 def test_without_its_kernel_weights_are_dequantised(monkeypatch, missing):
-    module = importlib.import_module("tunecompile.passes.recognize.lora_nf4")
+    module = importlib.import_module("tunecompile.passes.recognize.nf4")
     monkeypatch.setattr(module, missing, lambda *_: False)
     layer = linear_4bit(n=6)
     seen = check(lambda x, *o: adapted(layer, x, *o), random(3, 64), *adapters(6), expect=APART, whole=False)
@@ -78,7 +78,7 @@ def test_weights_beside_a_dense_one_are_dequantised():
         return adapted(layer, x, *o[:2]), lora(x, w, *o[2:])
 
     seen = check(fn, random(3, 64), random(6, 64, grad=False), *adapters(6), *adapters(6), whole=False)
-    assert "lora_linear_nf4" not in seen.ops and len(seen.refused) == 1
+    assert dict(seen.ops) == APART and len(seen.refused) == 1
 
 
 def test_packed_weights_that_are_written_in_between():

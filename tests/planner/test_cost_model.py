@@ -237,7 +237,7 @@ class Lowered:
 
     def adapted(self):
         x, w, a, b = (self.input(*shape) for shape in ((16, 8), (12, 8), (2, 8), (12, 2)))
-        return self.graph.call_function(lora_linear.overload, (x, [], [w], [], [a], [b], [1.0], torch.float32))
+        return self.graph.call_function(lora_linear.overload, (x, [], [w], [], [a], [b], [1.0], torch.float32, "dense"))
 
 
 def work_of(node):

@@ -14,7 +14,7 @@ def pinned(rank: int, followed: Plan) -> list[int]:
     """Which results of an adapted linear are."""
 
     def run(x, w, a, b):
-        return lora_linear(x, [], [w], [], [a], [b], [1.0], torch.float32)
+        return lora_linear(x, [], [w], [], [a], [b], [1.0], torch.float32, "dense")
 
     given = torch.randn(16, 64), torch.randn(64, 64), torch.randn(rank, 64), torch.randn(64, rank)
     graph = make_fx(run, tracing_mode="fake")(*given).graph

@@ -58,7 +58,7 @@ def adapted(x, weight, a, b, bias=None):
 
 
 def by_lora(op, x, weight, a, b, bias=None):
-    return op(x, [], [weight], [] if bias is None else [bias], [a], [b], [0.5], x.dtype)[0]
+    return op(x, [], [weight], [] if bias is None else [bias], [a], [b], [0.5], x.dtype, "dense")[0]
 
 
 def head(x, weight, labels, scale=1.0, softcap=0.0, smoothing=0.0):

@@ -216,7 +216,7 @@ def named(faults):
     return [pytest.param(fault, id=f"{fault.of}: {fault.what}") for fault in faults]
 
 
-MADE_OF_OTHERS = {"lora_linear_nf4", "lora_mlp", "lora_mlp_tiled", "linear_cross_entropy_rows"}
+MADE_OF_OTHERS = {"lora_mlp", "lora_mlp_tiled", "linear_cross_entropy_rows"}
 
 
 def test_every_op_with_a_gradient_has_faults():

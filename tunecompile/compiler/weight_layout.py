@@ -157,7 +157,7 @@ def give_matrices(gm: GraphModule, names: Sequence[str], inputs: list | None = N
         for product in products:
             if product.place.name not in done:
                 done[product.place.name] = _position(product, places)
-        node.target, node.args = on_matrices(node, [product.place for product in products])
+        node.args = on_matrices(node, [product.place for product in products])
     for position in done.values():
         _give(position, list(places), inputs)
     gm.graph.eliminate_dead_code()

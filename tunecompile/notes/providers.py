@@ -4,6 +4,7 @@ from tunecompile.notes.kind import NoteKind
 
 REASONS = {
     "arguments-not-supported": NoteKind("its arguments are not supported"),
+    "not-in-4-bits": NoteKind("its weights are not in 4 bits"),
     "not-on-gpu": NoteKind("not on a GPU"),
     "not-half-precision": NoteKind("in {detail}, not in half precision"),
     "factor-not-positive": NoteKind("the factor of the logits is {detail}, and it is for positive ones"),

@@ -18,7 +18,6 @@ from tunecompile.ops.linear_cross_entropy_rows import linear_cross_entropy_rows
 from tunecompile.ops.lora import lora_linear
 from tunecompile.ops.lora_mlp import lora_mlp
 from tunecompile.ops.lora_mlp_tiled import lora_mlp_tiled
-from tunecompile.ops.lora_nf4 import lora_linear_nf4
 from tunecompile.ops.nf4 import dequantize_4bit
 from tunecompile.ops.norms.layer_norm import add_layer_norm, layer_norm
 from tunecompile.ops.norms.modulated_norm import add_modulated_norm, modulated_norm

@@ -200,14 +200,16 @@ def _int8_rows(x: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
 def _int8_weight(weight: FrozenWeights, transposed: bool) -> tuple[Tensor, Tensor]:
     """(scales of the weight's rows: fp32 [N], weight, or its transpose, in int8: [*, width])."""
     rows, columns = (weight.columns, weight.height) if transposed else (weight.height, weight.columns)
-    scales = weight.row_bounds().clamp_min(TINY) / INTEGERS
     width = _width_of(columns)
     if weight.is_cuda:
+        scales = weight.row_bounds().clamp_min(TINY) / INTEGERS
         # What stands behind the weight's columns is multiplied by zeros, and integers are all finite.
         out = torch.empty((rows, width), dtype=torch.int8, device=scales.device)
         weight.write(out, scales, transposed, by_column=transposed)
         return scales, out
-    codes = (torch.cat(list(weight.members())) / scales[:, None]).round().to(torch.int8)
+    whole = torch.cat(list(weight.members()))
+    scales = whole.abs().amax(1).float().clamp_min(TINY) / INTEGERS
+    codes = (whole / scales[:, None]).round().to(torch.int8)
     return scales, torch.nn.functional.pad(codes.t() if transposed else codes, (0, width - columns))
 
 

@@ -9,23 +9,16 @@ from typing import Any
 
 from torch.fx import Node
 
-from tunecompile.ir.op import OPS, Op
+from tunecompile.ir.op import OPS
+from tunecompile.ops.frozen_weights import DENSE, FrozenWeights, PackedWeights, frozen_weights
 from tunecompile.ops.lora import lora_linear, lora_linear_backward
-from tunecompile.ops.lora_mlp import DOWN, WIDE, lora_mlp, lora_mlp_backward
-from tunecompile.ops.lora_nf4 import lora_linear_nf4, lora_linear_nf4_backward
+from tunecompile.ops.lora_mlp import DOWN, WIDE, both_weights, lora_mlp, lora_mlp_backward
 from tunecompile.ops.nf4 import dequantize_4bit
 
 __all__ = ["FrozenProduct", "frozen", "on_matrices"]
 
-#: the ops that read frozen weights, by name
-_READERS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        *(lora_linear, lora_linear_backward),
-        *(lora_linear_nf4, lora_linear_nf4_backward),
-        *(lora_mlp, lora_mlp_backward),
-    )
-}
+#: the ops that read frozen weights
+_READERS = (lora_linear, lora_linear_backward, lora_mlp, lora_mlp_backward)
 
 
 @dataclass(frozen=True)
@@ -66,14 +59,18 @@ def frozen(node: Node) -> list[FrozenProduct] | None:
     args = _arguments(node)
     if args is None:
         return None
-    widths, dtype = [_columns(a) for a in args["a"]], args["x"].meta["val"].dtype
-    weights = [_source(weight) for weight in args["weights"]] if args.get("weights") else _packed(args, widths, dtype)
+    rows, dtype = [m.meta["val"].shape[0] for m in args["b"]], args["x"].meta["val"].dtype
+    described = (args["weights"], args["stored"], rows, _columns(args["a"][0]), dtype)
+    if "activation" in args:  # an MLP has two
+        return [_product(args, *part) for part in zip((WIDE, DOWN), both_weights(*described))]
+    return [_product(args, slice(None), frozen_weights(*described))]
 
-    def product(part: slice) -> FrozenProduct:
-        a, b, scales = (tuple(args[name][part]) for name in ("a", "b", "scales"))
-        return FrozenProduct(tuple(weights[part]), a, b, scales, widths[part][0])
 
-    return [product(WIDE), product(DOWN)] if "activation" in args else [product(slice(None))]  # an MLP has two
+def _product(args: dict[str, Any], part: slice, weights: FrozenWeights) -> FrozenProduct:
+    packed = isinstance(weights, PackedWeights)
+    members = weights.arguments() if packed else [_source(weight) for weight in weights.matrices]
+    a, b, scales = (tuple(args[name][part]) for name in ("a", "b", "scales"))
+    return FrozenProduct(tuple(members), a, b, scales, _columns(a[0]))
 
 
 def _columns(adapter: Node) -> int:
@@ -84,43 +81,22 @@ def _columns(adapter: Node) -> int:
     return adapter.meta["val"].shape[-1]
 
 
-def on_matrices(node: Node, matrices: Sequence[Node]) -> tuple[Any, tuple]:
-    """Return the same call on fused matrices.
+def on_matrices(node: Node, matrices: Sequence[Node]) -> tuple:
+    """Return the arguments of the same call on fused matrices.
 
     Args:
         node: one for which `frozen` is not None.
         matrices: one for each product, with its weights and adapters.
-
-    Returns:
-        (target, arguments) of the new call.
     """
-    args, op = _arguments(node) or {}, OPS[node.target]
-    dense = {lora_linear_nf4.name: lora_linear, lora_linear_nf4_backward.name: lora_linear_backward}
-    op = dense.get(op.name, op)
-    given = {**args, "weights": list(matrices)}
-    if "activation" in args:
-        given |= {name: [] for name in ("packed", "absmax", "code", "scale", "offset")}
-    return op.overload, tuple(given[name] for name in op.parameters)
+    given = {**(_arguments(node) or {}), "weights": list(matrices), "stored": DENSE}
+    return tuple(given[name] for name in OPS[node.target].parameters)
 
 
 def _arguments(node: Node) -> dict[str, Any] | None:
     """The arguments of a call of an op that reads frozen weights, by the names of its parameters; else None."""
     op = OPS.get(node.target) if node.op == "call_function" else None
-    return dict(zip(op.parameters, node.args)) if op is not None and _READERS.get(op.name) is op else None
+    return dict(zip(op.parameters, node.args)) if op in _READERS else None
 
 
 def _source(weight: Node) -> tuple:
     return tuple(weight.args) if weight.target is dequantize_4bit.overload else (weight,)
-
-
-def _packed(args: dict[str, Any], widths: Sequence[int], dtype: Any) -> list[tuple]:
-    blank = [None] * len(args["rows"])
-    members = zip(
-        args["packed"],
-        args["absmax"],
-        args["code"] or blank,
-        args["scale"] or blank,
-        args["offset"] or blank,
-        args["rows"],
-    )
-    return [(*member, width, args["blocksize"], args["quant_type"], dtype) for member, width in zip(members, widths)]

@@ -1,17 +1,24 @@
-"""Linear layers with low-rank adapters (Hu et al., 2021, arXiv:2106.09685), one or several that share their input."""
+"""Linear layers with low-rank adapters (Hu et al., 2021, arXiv:2106.09685), one or several that share their input.
+
+Weights are dense or in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314): these are dequantised to one scratch
+buffer, where a product reads them.
+"""
 
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from tunecompile.ir.op import Cost, has_triton, op, refuse_gpu
+from tunecompile.ir.op import Cost, has_triton, op
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
+from tunecompile.notes import Note, note
 from tunecompile.ops.adapters.layout import on_diagonal, padded
 from tunecompile.ops.adapters.products import outer, project, rounded_product
 from tunecompile.ops.eight_bits import FORMATS, EightBits
-from tunecompile.ops.frozen_weights import FrozenWeights
+from tunecompile.ops.frozen_weights import DENSE, FrozenWeights, PackedWeights, frozen_weights, packed_as
+from tunecompile.ops.nf4 import BITSANDBYTES
+from tunecompile.ops.packed import few_rows
 
 __all__ = ["lora_linear", "lora_linear_backward"]
 
@@ -30,31 +37,34 @@ def backward_flops(grad, *rest) -> int:
     return forward_flops(*rest)
 
 
+def _frozen(x: Tensor, weights, b, stored: str) -> FrozenWeights:
+    return frozen_weights(weights, stored, [m.shape[0] for m in b], x.shape[-1], x.dtype)
+
+
 def shapes(x, a, b, dtype) -> tuple[Tensor, Tensor]:
     """Return empty tensors like the results of `lora_linear`, for tracing: its code has a product for each sibling."""
     tokens = _tokens(x).shape[0]
-    y = x.new_empty(*x.shape[:-1], sum(_rows(b)))
+    y = x.new_empty(*x.shape[:-1], sum(m.shape[0] for m in b))
     return y, x.new_empty(tokens, sum(m.shape[0] for m in a), dtype=dtype)
 
 
-def backward_shapes(x, inputs, biases, a, b) -> list[Tensor]:
-    """Return empty tensors like the results of `lora_linear_backward`."""
-    return contiguous_like(x, *inputs, *biases, *a, *b)
-
-
 def _example(draw) -> list:
-    """Two siblings of other heights and ranks, with biases."""
-    heights, ranks, columns = (6, 10), (4, 3), 192
-    weights = [draw.normal(n, columns, scale=columns**-0.5) for n in heights]
+    """Two siblings in 4 bits, of other heights and ranks, with biases."""
+    heights, ranks, columns, block = (6, 10), (4, 3), 192, 64
+    weights = []
+    for n in heights:
+        absmax = draw.normal(n * columns // block, dtype=torch.float32).abs() * columns**-0.5
+        weights += [draw.codes(n * columns // 2, 1), absmax]
     a = [draw.normal(rank, columns, scale=columns**-0.5) for rank in ranks]
     b = [draw.normal(n, rank, scale=0.5) for n, rank in zip(heights, ranks)]
-    return [draw.normal(draw.rows, columns), [], weights, [*map(draw.normal, heights)], a, b, [0.5, 2.0], draw.dtype]
+    x, biases = draw.normal(draw.rows, columns), [*map(draw.normal, heights)]
+    return [x, [], weights, biases, a, b, [0.5, 2.0], draw.dtype, packed_as("nf4", block)]
 
 
 @op(
     cost=Cost.MATMUL,
     flops=forward_flops,
-    shapes=lambda x, inputs, weights, biases, a, b, scales, dtype: shapes(x, a, b, dtype),
+    shapes=lambda x, inputs, weights, biases, a, b, scales, dtype, stored: shapes(x, a, b, dtype),
     example=_example,
 )
 def lora_linear(
@@ -66,6 +76,7 @@ def lora_linear(
     b: Sequence[Tensor],
     scales: Sequence[float],
     dtype: torch.dtype,
+    stored: str,
 ) -> tuple[Tensor, Tensor]:
     """Return concat_i(x W_i^T + bias_i + scale_i (x_i A_i^T) B_i^T): adapted linears that share x (arXiv:2106.09685).
 
@@ -76,13 +87,14 @@ def lora_linear(
         x: [..., K], any floating dtype; T tokens in all.
         inputs: the adapters' own inputs x_i, after dropout, each with x's shape; empty where the adapters read x.
         weights: the frozen W_i, [N_i, K], in x's dtype; or one matrix that holds them and the adapters, in the layout
-            of `tunecompile.ops.frozen_weights`.
+            of `tunecompile.ops.frozen_weights`; or the tensors of weights in 4 bits, one weight's after the other's.
         biases: [N_i] each, or empty.
         a: A_i, [r_i, K], any floating dtype.
         b: B_i, [N_i, r_i], any floating dtype.
         scales: factors, one a weight: alpha / r, or alpha / sqrt(r) with rank stabilisation (Kalajdzievski, 2023,
             arXiv:2312.03732).
         dtype: of the adapters' arithmetic. (PEFT keeps adapters in fp32 where there is no autocast.)
+        stored: how the weights are stored: "dense", or as `tunecompile.ops.frozen_weights.packed_as` says, "nf4:64".
 
     Returns:
         (y, xa): y is [..., sum of N_i] in x's dtype; xa = concat_i(x_i A_i^T), [T, sum of r_i] in `dtype`, is for the
@@ -90,7 +102,7 @@ def lora_linear(
     """
     rows = _tokens(x)
     ys, xas = [], []
-    for i, weight in enumerate(FrozenWeights.dense(weights, _rows(b), x.shape[-1]).members()):
+    for i, weight in enumerate(_frozen(x, weights, b, stored).members()):
         xa = _tokens(inputs[i] if inputs else x).to(dtype) @ a[i].to(dtype).t()
         delta = ((xa @ b[i].to(dtype).t()) * scales[i]).to(x.dtype)
         if biases:
@@ -101,24 +113,36 @@ def lora_linear(
     return y.reshape(*x.shape[:-1], y.shape[-1]), xas[0] if len(xas) == 1 else torch.cat(xas, 1)
 
 
+def _refuse_few(x, inputs, weights, a, b, dtype, stored) -> Note | None:
+    frozen = _frozen(x, weights, b, stored)
+    if not isinstance(frozen, PackedWeights):
+        return note("not-in-4-bits")
+    if inputs or dtype != x.dtype:
+        return note("arguments-not-supported")
+    return few_rows.refuse(x, x.shape[-1], frozen.codes, frozen.rows, frozen.blocksize, a, b)
+
+
+@lora_linear.provider("few_rows", because=few_rows.BECAUSE, refuses=_refuse_few)
+def _(x, inputs, weights, biases, a, b, scales, dtype, stored):
+    """Two launches for all siblings, adapters included."""
+    y, xa = few_rows.product(_tokens(x).contiguous(), _frozen(x, weights, b, stored), a, b, scales)
+    return finish(y, x, biases), xa
+
+
 @lora_linear.provider(
     "k_extension",
     because="one product for all siblings; base and delta are rounded once",
-    refuses=lambda x: refuse_gpu(x, triton=False),
+    refuses=lambda x, weights, b, stored: _frozen(x, weights, b, stored).refuse(x),
 )
-def _(x, inputs, weights, biases, a, b, scales, dtype):
+def _(x, inputs, weights, biases, a, b, scales, dtype, stored):
     """[x | xa] @ [W | scale B]^T: one matrix product for all siblings, base and delta in one accumulator."""
-    frozen = FrozenWeights.dense(weights, _rows(b), x.shape[-1])
+    frozen = _frozen(x, weights, b, stored)
     if (weight := frozen.without_copy(x.numel() // x.shape[-1])) is not None:
         xa = down(x, inputs, a, dtype)
         delta = (xa @ on_diagonal(b, scales, dtype).t()).to(x.dtype)
         return finish(torch.addmm(delta, _tokens(x), weight.t()), x, biases), xa
     wide, xa = with_xa(x, inputs, a, dtype)
     return finish(wide @ frozen.extended(b, scales, dtype).t(), x, biases), xa
-
-
-def _rows(b: Sequence[Tensor]) -> list[int]:
-    return [m.shape[0] for m in b]
 
 
 def down(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -135,13 +159,9 @@ def finish(y: Tensor, x: Tensor, biases: Sequence[Tensor]) -> Tensor:
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def forward_in(
-    eight: EightBits, x: Tensor, inputs, weight: FrozenWeights, biases, a, b, scales, dtype
-) -> tuple[Tensor, Tensor]:
-    """As the provider "k_extension", with x and the weights in 8 bits; XA and B keep their precision."""
-    xa = down(x, inputs, a, dtype)
-    y = eight.product(_tokens(x), xa, weight, on_diagonal(b, scales, dtype), False)
-    return finish(y, x, biases), xa
+def refuse_in(eight: EightBits, x: Tensor, frozen: FrozenWeights) -> Note | None:
+    """Return why products of x and these weights cannot be in 8 bits, or None: `EightBits.refuse` says more."""
+    return frozen.refuse_eight_bits() or eight.refuse(x, frozen.rows)
 
 
 def _forward_in(eight: EightBits) -> None:
@@ -149,11 +169,13 @@ def _forward_in(eight: EightBits) -> None:
         eight.name,
         precision=eight.name,
         because=eight.because,
-        refuses=lambda x, weights: eight.refuse(x, [w.shape[0] for w in weights]),
+        refuses=lambda x, weights, b, stored: refuse_in(eight, x, _frozen(x, weights, b, stored)),
     )
-    def _(x, inputs, weights, biases, a, b, scales, dtype):
-        frozen = FrozenWeights.dense(weights, _rows(b), x.shape[-1])
-        return forward_in(eight, x, inputs, frozen, biases, a, b, scales, dtype)
+    def _(x, inputs, weights, biases, a, b, scales, dtype, stored):
+        """As "k_extension", with x and the weights in 8 bits; XA and B keep their precision."""
+        xa, frozen = down(x, inputs, a, dtype), _frozen(x, weights, b, stored)
+        y = eight.product(_tokens(x), xa, frozen, on_diagonal(b, scales, dtype), False)
+        return finish(y, x, biases), xa
 
 
 def beside(x: Tensor, columns: int, make: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -180,10 +202,12 @@ def with_xa(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: tor
 @lora_linear.backward(
     gives=("x", "inputs", "biases", "a", "b"),
     flops=backward_flops,
-    shapes=lambda grad, x, inputs, weights, biases, a, b, *_: backward_shapes(x, inputs, biases, a, b),
+    shapes=lambda grad, x, inputs, weights, biases, a, b, *_: contiguous_like(x, *inputs, *biases, *a, *b),
 )
-def lora_linear_backward(grad, x, inputs, weights, biases, a, b, scales, dtype, out1) -> list[Tensor]:
+def lora_linear_backward(grad, x, inputs, weights, biases, a, b, scales, dtype, stored, out1) -> list[Tensor]:
     """Return the gradients of `lora_linear`; dY B and XA stay in `dtype` for dA and dB.
+
+    Weights in 4 bits are dequantised a second time.
 
     Args:
         grad: of y, [..., sum of N_i] in its dtype.
@@ -193,7 +217,7 @@ def lora_linear_backward(grad, x, inputs, weights, biases, a, b, scales, dtype, 
         [dx, dx_i..., dbias_i..., dA_i..., dB_i...], each with the shape and dtype of its input; without dx_i where
         `inputs` is empty.
     """
-    weights = FrozenWeights.dense(weights, _rows(b), x.shape[-1]).members()
+    weights = _frozen(x, weights, b, stored).members()
     grads = _tokens(grad).split([w.shape[0] for w in weights], 1)
     xas = out1.split([m.shape[0] for m in a], 1)
     dx, d_inputs, d_biases, d_a, d_b = None, [], [], [], []
@@ -219,14 +243,12 @@ def lora_linear_backward(grad, x, inputs, weights, biases, a, b, scales, dtype, 
 @lora_linear_backward.provider(
     "grouped",
     because="one dX product for all siblings, one pass over dY for their adapters",
-    refuses=lambda x: refuse_gpu(x, triton=False),
+    refuses=lambda x, weights, b, stored: _frozen(x, weights, b, stored).refuse(x),
 )
-def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
-    rows = _rows(b)
-    frozen = FrozenWeights.dense(weights, rows, x.shape[-1])
-    weight = frozen.stacked(a, x.dtype, with_adapters=extends(x, inputs, frozen.height))
-    base = base_gradient(weight, a, dtype)
-    return adapter_gradients(grad, x, inputs, base, rows, biases, a, b, scales, dtype, out1)
+def _(grad, x, inputs, weights, biases, a, b, scales, dtype, stored, out1):
+    frozen = _frozen(x, weights, b, stored)
+    weight = frozen.stacked(a, x.dtype, with_adapters=_extends(x, inputs, frozen.height))
+    return adapter_gradients(grad, x, inputs, base_gradient(weight, a, dtype), biases, a, b, scales, dtype, out1)
 
 
 def _backward_in(eight: EightBits) -> None:
@@ -234,12 +256,11 @@ def _backward_in(eight: EightBits) -> None:
         eight.name,
         precision=eight.name,
         because=eight.because,
-        refuses=lambda x, weights: eight.refuse(x, [w.shape[0] for w in weights]),
+        refuses=lambda x, weights, b, stored: refuse_in(eight, x, _frozen(x, weights, b, stored)),
     )
-    def _(grad, x, inputs, weights, biases, a, b, scales, dtype, out1):
-        rows = _rows(b)
-        base = base_gradient_in(eight, FrozenWeights.dense(weights, rows, x.shape[-1]), a, dtype)
-        return adapter_gradients(grad, x, inputs, base, rows, biases, a, b, scales, dtype, out1)
+    def _(grad, x, inputs, weights, biases, a, b, scales, dtype, stored, out1):
+        base = base_gradient_in(eight, _frozen(x, weights, b, stored), a, dtype)
+        return adapter_gradients(grad, x, inputs, base, biases, a, b, scales, dtype, out1)
 
 
 for each in FORMATS:
@@ -247,11 +268,28 @@ for each in FORMATS:
     _backward_in(each)
 
 
+def _refuse_bitsandbytes(x, weights, b, stored) -> str | None:
+    frozen = _frozen(x, weights, b, stored)
+    return frozen.refuse_bitsandbytes() if isinstance(frozen, PackedWeights) else note("not-in-4-bits")
+
+
+@lora_linear.provider("bitsandbytes", because=BITSANDBYTES, refuses=_refuse_bitsandbytes)
+def _(x, inputs, weights, biases, a, b, scales, dtype, stored):
+    args = (x, inputs, _frozen(x, weights, b, stored).dequantized(), biases, a, b, scales, dtype, DENSE)
+    return lora_linear.choose(args).run(*args)
+
+
+@lora_linear_backward.provider("bitsandbytes", because=BITSANDBYTES, refuses=_refuse_bitsandbytes)
+def _(grad, x, inputs, weights, biases, a, b, scales, dtype, stored, out1):
+    args = (grad, x, inputs, _frozen(x, weights, b, stored).dequantized(), biases, a, b, scales, dtype, DENSE, out1)
+    return lora_linear_backward.choose(args).run(*args)
+
+
 #: (dY, every sibling's scale * B on a diagonal: [N, R], whether adapters read x) -> (dX, dY B, dY), as rows of tokens
 BaseGradient = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
 
-def extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
+def _extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
     """Return whether dX is computed as [dY | dY B] @ [W; A], for `rows` of W.
 
     That costs a copy of dY if its producer cannot write it in place. Adding the adapters' term instead writes it,
@@ -290,9 +328,9 @@ def base_gradient_in(eight: EightBits, weight: FrozenWeights, a: Sequence[Tensor
     return gradient
 
 
-def adapter_gradients(grad, x, inputs, base: BaseGradient, sizes, biases, a, b, scales, dtype, xa) -> list[Tensor]:
+def adapter_gradients(grad, x, inputs, base: BaseGradient, biases, a, b, scales, dtype, xa) -> list[Tensor]:
     """Return all gradients, by one dX product for all siblings and one pass over dY for every scale_i dY B_i."""
-    rows, ranks = _tokens(x), [m.shape[0] for m in a]
+    rows, ranks, sizes = _tokens(x), [m.shape[0] for m in a], [m.shape[0] for m in b]
     adapters = on_diagonal(b, scales, dtype)
     dx, gb, g = base(grad, adapters, not inputs)
     if inputs:

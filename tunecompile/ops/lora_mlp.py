@@ -16,10 +16,10 @@ from tunecompile._torch.card import AMPERE, older_than
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
-from tunecompile.ops import lora, lora_nf4
+from tunecompile.ops import lora
 from tunecompile.ops.adapters.layout import on_diagonal, padded
 from tunecompile.ops.eight_bits import FORMATS, EightBits
-from tunecompile.ops.frozen_weights import FrozenWeights, PackedWeights
+from tunecompile.ops.frozen_weights import DENSE, FrozenWeights, PackedWeights, frozen_weights
 from tunecompile.ops.packed import few_rows
 from tunecompile.ops.swiglu import gated_activation, gated_activation_backward
 
@@ -31,22 +31,23 @@ MAX_RANK = 64  #: the template keeps three [columns, rank] sums in registers
 WIDE, DOWN = slice(None, -1), slice(-1, None)  #: gate and up, or the one projection to both; and down, in lists
 
 
-def inner_width(rows: Sequence[int]) -> int:
+def inner_width(b: Sequence[Tensor]) -> int:
     """Return F, the width of the activation: half of what gate and up give together."""
-    return sum(rows[WIDE]) // 2
+    return sum(m.shape[0] for m in b[WIDE]) // 2
 
 
-def frozen_weights(
-    x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type
+def both_weights(
+    weights: Sequence, stored: str, rows: Sequence[int], columns: int, dtype: torch.dtype
 ) -> tuple[FrozenWeights, FrozenWeights]:
-    """Return the frozen weights of gate|up and of down, from the arguments of `lora_mlp` that describe them."""
-    columns, inner = x.shape[-1], inner_width(rows)
-    if not weights:
-        whole = PackedWeights(packed, absmax, code, scale, offset, rows, blocksize, quant_type, columns, x.dtype)
-        wide, down = whole.part(WIDE, columns), whole.part(DOWN, inner)
-        return FrozenWeights.of_packed(wide), FrozenWeights.of_packed(down)
-    wide, down = (FrozenWeights.dense(weights[of], rows[of], k) for of, k in zip((WIDE, DOWN), (columns, inner)))
-    return wide, down
+    """Return the frozen weights of gate|up and of down, from arguments as `frozen_weights` takes them for both."""
+    last, inner = 1 if stored == DENSE else len(weights) // len(rows), sum(rows[WIDE]) // 2
+    wide = frozen_weights(weights[:-last], stored, rows[WIDE], columns, dtype)
+    return wide, frozen_weights(weights[-last:], stored, rows[DOWN], inner, dtype)
+
+
+def frozen_of(x: Tensor, weights, b, stored: str) -> tuple[FrozenWeights, FrozenWeights]:
+    """Return the frozen weights of gate|up and of down, from the arguments of `lora_mlp`."""
+    return both_weights(weights, stored, [m.shape[0] for m in b], x.shape[-1], x.dtype)
 
 
 def _product(frozen: FrozenWeights, wide: Tensor, xa: Tensor, b: Sequence[Tensor], scales: Sequence[float]) -> Tensor:
@@ -56,9 +57,9 @@ def _product(frozen: FrozenWeights, wide: Tensor, xa: Tensor, b: Sequence[Tensor
     return wide @ frozen.extended(b, scales, wide.dtype).t()
 
 
-def forward_flops(x, weights, packed, absmax, code, scale, offset, a, b, scales, rows, *_) -> int:
+def forward_flops(x, weights, a, b, *_) -> int:
     """Count the three base products; adapters are left out."""
-    return 2 * (x.numel() // x.shape[-1]) * 3 * inner_width(rows) * x.shape[-1]
+    return 2 * (x.numel() // x.shape[-1]) * 3 * inner_width(b) * x.shape[-1]
 
 
 def backward_flops(grad, x, *rest) -> int:
@@ -66,13 +67,13 @@ def backward_flops(grad, x, *rest) -> int:
     return forward_flops(x, *rest)
 
 
-def _shapes(x, weights, packed, absmax, code, scale, offset, a, b, *_) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _shapes(x, weights, a, b, *_) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gate_up, xa = lora.shapes(x, a[WIDE], b[WIDE], x.dtype)
     y, xa_down = lora.shapes(x, a[DOWN], b[DOWN], x.dtype)
     return y, gate_up, xa, xa_down
 
 
-def _backward_shapes(grad, x, weights, packed, absmax, code, scale, offset, a, b, *_) -> list[Tensor]:
+def _backward_shapes(grad, x, weights, a, b, *_) -> list[Tensor]:
     return contiguous_like(x, *a, *b)
 
 
@@ -82,25 +83,17 @@ def _example(draw) -> list:
     weights = [draw.normal(n, k, scale=k**-0.5) for n, k in shapes]
     a = [draw.normal(r, k, scale=k**-0.5) for r, (_, k) in zip(ranks, shapes)]
     b = [draw.normal(n, r, scale=0.5) for r, (n, _) in zip(ranks, shapes)]
-    x, sizes = draw.normal(draw.rows, 64), [n for n, _ in shapes]
-    return [x, weights, *([] for _ in range(5)), a, b, [0.5, 2.0, 1.5], sizes, 0, "", "silu"]
+    return [draw.normal(draw.rows, 64), weights, a, b, [0.5, 2.0, 1.5], DENSE, "silu"]
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops, shapes=_shapes, example=_example)
 def lora_mlp(
     x: Tensor,
     weights: Sequence[Tensor],
-    packed: Sequence[Tensor],
-    absmax: Sequence[Tensor],
-    code: Sequence[Tensor],
-    scale: Sequence[Tensor],
-    offset: Sequence[Tensor],
     a: Sequence[Tensor],
     b: Sequence[Tensor],
     scales: Sequence[float],
-    rows: Sequence[int],
-    blocksize: int,
-    quant_type: str,
+    stored: str,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return down(activation(gate(x)) * up(x)), where each projection is a linear with an adapter.
@@ -112,29 +105,27 @@ def lora_mlp(
     Args:
         x: [..., K], any floating dtype; T tokens in all.
         weights: dense ones, [F, K], [F, K] and [K', F], or [2F, K] and [K', F], in x's dtype; or two matrices that
-            hold weights and adapters, of gate|up and of down (`tunecompile.ops.frozen_weights`); or
-            empty, where packed ones are given.
-        packed: uint8, one a projection, or empty. This and absmax, code, scale, offset, blocksize and quant_type as for
-            `tunecompile.ops.lora_nf4.lora_linear_nf4`.
+            hold weights and adapters, of gate|up and of down (`tunecompile.ops.frozen_weights`); or the tensors of
+            weights in 4 bits, one weight's after the other's.
         a: A of each adapter, [r_gate, K], [r_up, K] and [r_down, F], any floating dtype; or [r, K] and [r_down, F].
         b: B of each adapter, [F, r_gate], [F, r_up] and [K', r_down], any floating dtype; or [2F, r] and [K', r_down].
         scales: factors, one an adapter.
-        rows: (F, F, K'), or (2F, K').
+        stored: how the weights are stored, as for `tunecompile.ops.lora.lora_linear`.
         activation: "silu", "gelu" or "gelu_tanh", as for `tunecompile.ops.swiglu.gated_activation`.
 
     Returns:
         (y, gate_up, xa, xa_down) in x's dtype: [..., K'], [..., 2F], [T, r_gate + r_up] (or [T, r]) and [T, r_down].
         Only y gets a gradient; the others are for the backward.
     """
-    wide, down = frozen_weights(x, weights, packed, absmax, code, scale, offset, rows, blocksize, quant_type)
+    wide, down = frozen_of(x, weights, b, stored)
     reference = lora.lora_linear.reference
-    gate_up, xa = reference(x, [], wide.members(), [], a[WIDE], b[WIDE], scales[WIDE], x.dtype)
-    act = gated_activation.reference(*gate_up.split(inner_width(rows), -1), activation)
-    y, xa_down = reference(act, [], down.members(), [], a[DOWN], b[DOWN], scales[DOWN], x.dtype)
+    gate_up, xa = reference(x, [], wide.members(), [], a[WIDE], b[WIDE], scales[WIDE], x.dtype, DENSE)
+    act = gated_activation.reference(*gate_up.split(inner_width(b), -1), activation)
+    y, xa_down = reference(act, [], down.members(), [], a[DOWN], b[DOWN], scales[DOWN], x.dtype, DENSE)
     return y, gate_up, xa, xa_down
 
 
-def _refuse(x, weights, packed, a, b, activation) -> Note | None:
+def _refuse(x, weights, a, b, stored, activation) -> Note | None:
     """Why the template cannot run, or None."""
     if reason := refuse_gpu(x):
         return reason
@@ -144,31 +135,33 @@ def _refuse(x, weights, packed, a, b, activation) -> Note | None:
         return note("activation-not-supported", detail=activation)
     if (rank := max(m.shape[0] for m in a)) > MAX_RANK:
         return note("rank-too-large", rank=rank, limit=MAX_RANK)
-    if not all(p.is_contiguous() for p in packed) or not all(m.stride(-1) == 1 for m in (*weights, *a, *b)):
+    read = all(frozen.contiguous for frozen in frozen_of(x, weights, b, stored))
+    if not read or not all(m.stride(-1) == 1 for m in (*a, *b)):
         return note("not-contiguous", "weights or adapters are")
-    return None if all(w.dtype == x.dtype for w in weights) else note("dtypes-differ", "weights and activations")
+    same = stored != DENSE or all(w.dtype == x.dtype for w in weights)
+    return None if same else note("dtypes-differ", "weights and activations")
 
 
-def _refuse_few(x, packed, a, b, rows, blocksize) -> Note | None:
-    if not packed:
-        return note("arguments-not-supported")
-    pieces = ((WIDE, x.shape[-1]), (DOWN, inner_width(rows)))
-    found = (few_rows.refuse(x, k, packed[of], rows[of], blocksize, a[of], b[of]) for of, k in pieces)
-    return next((reason for reason in found if reason), None)
+def _refuse_few(x, weights, a, b, stored) -> Note | None:
+    for of, frozen in zip((WIDE, DOWN), frozen_of(x, weights, b, stored)):
+        if not isinstance(frozen, PackedWeights):
+            return note("not-in-4-bits")
+        if reason := few_rows.refuse(x, frozen.columns, frozen.codes, frozen.rows, frozen.blocksize, a[of], b[of]):
+            return reason
+    return None
 
 
 @lora_mlp.provider("few_rows", because=few_rows.BECAUSE, refuses=_refuse_few)
-def _(*, x, weights, a, b, scales, rows, blocksize, quant_type, activation, used, **packed):
+def _(x, weights, a, b, scales, stored, activation, *, used):
     """Two launches for gate and up, two for down, and the activation between them."""
-    inner = inner_width(rows)
-    whole = PackedWeights(**packed, rows=rows, blocksize=blocksize, quant_type=quant_type, columns=0, dtype=x.dtype)
+    (wide, down), inner = frozen_of(x, weights, b, stored), inner_width(b)
     tokens = x.reshape(-1, x.shape[-1]).contiguous()
-    gate_up, xa = few_rows.product(tokens, whole.part(WIDE, x.shape[-1]), a[WIDE], b[WIDE], scales[WIDE])
+    gate_up, xa = few_rows.product(tokens, wide, a[WIDE], b[WIDE], scales[WIDE])
     if not (used[0] or used[3]):
         return None, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, None
     act = gated_activation.reference(*gate_up.split(inner, -1), activation).contiguous()
-    y, xa_down = few_rows.product(act, whole.part(DOWN, inner), a[DOWN], b[DOWN], scales[DOWN])
-    return y.reshape(*x.shape[:-1], rows[-1]), gate_up.reshape(*x.shape[:-1], 2 * inner), xa, xa_down
+    y, xa_down = few_rows.product(act, down, a[DOWN], b[DOWN], scales[DOWN])
+    return y.reshape(*x.shape[:-1], down.height), gate_up.reshape(*x.shape[:-1], 2 * inner), xa, xa_down
 
 
 @lora_mlp.provider(
@@ -176,12 +169,12 @@ def _(*, x, weights, a, b, scales, rows, blocksize, quant_type, activation, used
     because="the activation is written where the second product reads it",
     refuses=_refuse,
 )
-def _(*, x, a, b, scales, rows, activation, used, **frozen):
+def _(x, weights, a, b, scales, stored, activation, *, used):
     """Both products by K extension; the activation is written where the second one reads it. y is not recomputed."""
     from tunecompile.templates import lora as pieces
     from tunecompile.templates import swiglu
 
-    (gate_and_up, down), inner = frozen_weights(x, rows=rows, **frozen), inner_width(rows)
+    (gate_and_up, down), inner = frozen_of(x, weights, b, stored), inner_width(b)
     wide, xa = lora.with_xa(x, [], a[WIDE], x.dtype)
     gate_up = _product(gate_and_up, wide, xa, b[WIDE], scales[WIDE])
     if not (used[0] or used[3]):
@@ -192,14 +185,14 @@ def _(*, x, a, b, scales, rows, activation, used, **frozen):
     y = None
     if used[0]:
         pieces.append_columns(xa_down, act, inner)
-        y = _product(down, act, xa_down, b[DOWN], scales[DOWN]).reshape(*x.shape[:-1], rows[-1])
+        y = _product(down, act, xa_down, b[DOWN], scales[DOWN]).reshape(*x.shape[:-1], down.height)
     return y, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, xa_down
 
 
-def _refuse_in(eight: EightBits, x, weights, packed, a, b, rows, activation) -> Note | None:
-    if _refuse(x, weights, packed, a, b, activation):
+def _refuse_in(eight: EightBits, x, weights, a, b, stored, activation) -> Note | None:
+    if _refuse(x, weights, a, b, stored, activation):
         return note("backward-not-joined")
-    found = (lora_nf4.refuse_in(eight, x, packed, rows[of]) for of in (WIDE, DOWN))
+    found = (lora.refuse_in(eight, x, frozen) for frozen in frozen_of(x, weights, b, stored))
     return next((reason for reason in found if reason), None)
 
 
@@ -207,11 +200,11 @@ def _forward_in(eight: EightBits) -> None:
     @lora_mlp.provider(
         f"joined_{eight.name}", precision=eight.name, because=eight.because, refuses=partial(_refuse_in, eight)
     )
-    def _(*, x, a, b, scales, rows, activation, used, **frozen):
+    def _(x, weights, a, b, scales, stored, activation, *, used):
         """As "joined", the frozen products in 8 bits."""
         from tunecompile.templates import swiglu
 
-        (wide, down), inner, lead = frozen_weights(x, rows=rows, **frozen), inner_width(rows), x.shape[:-1]
+        (wide, down), inner, lead = frozen_of(x, weights, b, stored), inner_width(b), x.shape[:-1]
         tokens = x.reshape(-1, x.shape[-1])
         xa = tokens @ torch.cat([m.to(x.dtype) for m in a[WIDE]]).t()
         gate_up = eight.product(tokens, xa, wide, on_diagonal(b[WIDE], scales[WIDE], x.dtype), False)
@@ -221,12 +214,12 @@ def _forward_in(eight: EightBits) -> None:
         xa_down, y = act @ a[-1].to(x.dtype).t(), None
         if used[0]:
             y = eight.product(act, xa_down, down, on_diagonal(b[DOWN], scales[DOWN], x.dtype), False)
-            y = y.reshape(*lead, rows[-1])
+            y = y.reshape(*lead, down.height)
         return y, gate_up.reshape(*lead, 2 * inner), xa, xa_down
 
 
 @lora_mlp.backward(gives=("x", "a", "b"), flops=backward_flops, shapes=_backward_shapes)
-def lora_mlp_backward(*, grad, x, a, b, scales, rows, activation, out1, out2, out3, **frozen) -> list[Tensor]:
+def lora_mlp_backward(grad, x, weights, a, b, scales, stored, activation, out1, out2, out3) -> list[Tensor]:
     """Return the gradients of `lora_mlp`; the activation is recomputed from gate_up.
 
     Args:
@@ -236,13 +229,17 @@ def lora_mlp_backward(*, grad, x, a, b, scales, rows, activation, out1, out2, ou
     Returns:
         [dx, dA of each projection, dB of the same], each with the shape and dtype of its input.
     """
-    wide_weights, down = frozen_weights(x, rows=rows, **frozen)
-    gate, up = out1.split(inner_width(rows), -1)
+    wide, down = frozen_of(x, weights, b, stored)
+    gate, up = out1.split(inner_width(b), -1)
     act = gated_activation.reference(gate, up, activation)
-    backward = lora.lora_linear_backward.reference
-    d_act, da_down, db_down = backward(grad, act, [], down.members(), [], a[DOWN], b[DOWN], scales[DOWN], x.dtype, out3)
-    wide = torch.cat(gated_activation_backward.reference(d_act, gate, up, activation), -1)
-    dx, *adapters = backward(wide, x, [], wide_weights.members(), [], a[WIDE], b[WIDE], scales[WIDE], x.dtype, out2)
+
+    def through(g, source, frozen, of, xa):
+        adapters = (a[of], b[of], scales[of], x.dtype, DENSE)
+        return lora.lora_linear_backward.reference(g, source, [], frozen.members(), [], *adapters, xa)
+
+    d_act, da_down, db_down = through(grad, act, down, DOWN, out3)
+    both = torch.cat(gated_activation_backward.reference(d_act, gate, up, activation), -1)
+    dx, *adapters = through(both, x, wide, WIDE, out2)
     count = len(a) - 1
     return [dx, *adapters[:count], da_down, *adapters[count:], db_down]
 
@@ -252,10 +249,10 @@ def lora_mlp_backward(*, grad, x, a, b, scales, rows, activation, out1, out2, ou
     because="the adapters' sums are taken in the pass that makes the gradients: 0.47 ms, apart 0.54 (8192x14336, H200)",
     refuses=_refuse,
 )
-def _(*, grad, x, a, b, scales, rows, activation, out1, out2, out3, dying=(), **frozen):
+def _(grad, x, weights, a, b, scales, stored, activation, out1, out2, out3, *, dying=()):
     from tunecompile.templates import lora as pieces
 
-    (gate_and_up, down), inner = frozen_weights(x, rows=rows, **frozen), inner_width(rows)
+    (gate_and_up, down), inner = frozen_of(x, weights, b, stored), inner_width(b)
 
     def through_down(adapter):
         wide, gb = lora.beside(grad, adapter.shape[1], lambda g: g @ adapter)
@@ -278,12 +275,12 @@ def _backward_in(eight: EightBits) -> None:
     @lora_mlp_backward.provider(
         f"joined_{eight.name}", precision=eight.name, because=eight.because, refuses=partial(_refuse_in, eight)
     )
-    def _(*, grad, x, a, b, scales, rows, activation, out1, out2, out3, **frozen):
-        wide, down = frozen_weights(x, rows=rows, **frozen)
+    def _(grad, x, weights, a, b, scales, stored, activation, out1, out2, out3):
+        wide, down = frozen_of(x, weights, b, stored)
 
-        def product(weights, g, adapter, a):
+        def product(frozen, g, adapter, a):
             gb = g @ adapter
-            return eight.product(g, gb, weights, torch.cat([m.to(x.dtype) for m in a]).t(), True), gb
+            return eight.product(g, gb, frozen, torch.cat([m.to(x.dtype) for m in a]).t(), True), gb
 
         def through_down(adapter):
             g = grad.reshape(-1, grad.shape[-1])
@@ -292,8 +289,8 @@ def _backward_in(eight: EightBits) -> None:
         def through_wide(both, adapter):
             return product(wide, both, adapter, a[WIDE])
 
-        saved = (out1.reshape(-1, sum(rows[WIDE])), out2, out3)
-        return _joined(x, a, b, scales, activation, saved, through_down, through_wide, None, sum(rows[WIDE]))
+        saved = (out1.reshape(-1, wide.height), out2, out3)
+        return _joined(x, a, b, scales, activation, saved, through_down, through_wide, None, wide.height)
 
 
 for each in FORMATS:

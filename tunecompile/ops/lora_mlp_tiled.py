@@ -13,12 +13,13 @@ from torch import Tensor
 from tunecompile.ir.op import Cost, op
 from tunecompile.ops import lora
 from tunecompile.ops.adapters.layout import below, on_diagonal
+from tunecompile.ops.frozen_weights import DENSE
 from tunecompile.ops.lora_mlp import (
     DOWN,
     WIDE,
     _refuse,
     forward_flops,
-    frozen_weights,
+    frozen_of,
     inner_width,
     lora_mlp,
     lora_mlp_backward,
@@ -45,14 +46,14 @@ def pieces(tokens: int, tiles: int) -> list[slice]:
     return [slice(i * each, (i + 1) * each) for i in range(tiles - 1)] + [slice((tiles - 1) * each, tokens)]
 
 
-def _dense(x, **frozen) -> list:
-    """The arguments of `lora_mlp` between x and a, with dequantised weights."""
-    wide, down = frozen_weights(x, **frozen)
-    return [[*wide.members(), *down.members()], [], [], [], [], []]
+def _dense(x, weights, a, b, scales, stored, activation) -> tuple:
+    """The arguments of `lora_mlp` behind x, with dequantised weights."""
+    wide, down = frozen_of(x, weights, b, stored)
+    return [*wide.members(), *down.members()], a, b, scales, DENSE, activation
 
 
 @op(cost=Cost.MATMUL, flops=forward_flops, takes=lora_mlp, example=lambda draw: [*lora_mlp.example(draw), 2])
-def lora_mlp_tiled(*, x, a, b, scales, rows, activation, tiles: int, **frozen) -> Tensor:
+def lora_mlp_tiled(*, x, tiles: int, **rest) -> Tensor:
     """Return the y of `lora_mlp`, computed tile by tile over the tokens (arXiv:2506.13996).
 
     Args:
@@ -64,12 +65,9 @@ def lora_mlp_tiled(*, x, a, b, scales, rows, activation, tiles: int, **frozen) -
         [..., K'] in x's dtype.
     """
     tokens = x.reshape(-1, x.shape[-1])
-    dense = _dense(x, rows=rows, **frozen)
-    y = [
-        lora_mlp.reference(tokens[piece], *dense, a, b, scales, rows, 0, "", activation)[0]
-        for piece in pieces(tokens.shape[0], tiles)
-    ]
-    return torch.cat(y).reshape(*x.shape[:-1], rows[-1])
+    dense = _dense(x, **rest)
+    y = torch.cat([lora_mlp.reference(tokens[piece], *dense)[0] for piece in pieces(tokens.shape[0], tiles)])
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 @lora_mlp_tiled.provider(
@@ -77,26 +75,26 @@ def lora_mlp_tiled(*, x, a, b, scales, rows, activation, tiles: int, **frozen) -
     because="wide tensors exist for one tile of the tokens at a time",
     refuses=_refuse,
 )
-def _(*, x, a, b, scales, rows, activation, tiles, **frozen):
+def _(x, weights, a, b, scales, stored, activation, tiles):
     """All tiles share one buffer for each product's operand, so a tile begins only after the tile before it is done."""
     from tunecompile.templates import lora as rooms
     from tunecompile.templates import swiglu
 
-    (gate_and_up, down), inner = frozen_weights(x, rows=rows, **frozen), inner_width(rows)
+    (gate_and_up, down), inner = frozen_of(x, weights, b, stored), inner_width(b)
     tokens, xa = x.reshape(-1, x.shape[-1]), lora.down(x, [], a[WIDE], x.dtype)
     wide = gate_and_up.written(b[WIDE], scales[WIDE], x.dtype)
     narrow = down.written(b[DOWN], scales[DOWN], x.dtype)
     a_down = a[-1].to(x.dtype).t()
     cut = pieces(tokens.shape[0], tiles)
     beside, act = _room(x, cut, wide.shape[1]), _room(x, cut, narrow.shape[1])
-    y = _room(x, [slice(0, tokens.shape[0])], rows[-1])
+    y = _room(x, [slice(0, tokens.shape[0])], down.height)
     for piece in cut:
         count = piece.stop - piece.start
         rooms.write_beside(tokens[piece], xa[piece], beside)
         swiglu.forward(*(beside[:count] @ wide.t()).split(inner, 1), activation, out=act)
         rooms.append_columns(act[:count, :inner] @ a_down, act, inner)
         rooms.append_rows(act[:count] @ narrow.t(), y, piece.start)
-    return y.reshape(*x.shape[:-1], rows[-1])
+    return y.reshape(*x.shape[:-1], down.height)
 
 
 def _room(like: Tensor, cut: Sequence[slice], width: int) -> Tensor:
@@ -105,7 +103,7 @@ def _room(like: Tensor, cut: Sequence[slice], width: int) -> Tensor:
 
 
 @lora_mlp_tiled.backward(gives=("x", "a", "b"), flops=backward_flops)
-def lora_mlp_tiled_backward(*, grad, x, a, b, scales, rows, activation, tiles, **frozen) -> list[Tensor]:
+def lora_mlp_tiled_backward(*, grad, x, a, b, tiles, **rest) -> list[Tensor]:
     """Return the gradients of `lora_mlp_tiled`; each tile's gate|up is recomputed.
 
     The adapters' gradients are summed over tiles in fp32 or wider.
@@ -117,10 +115,10 @@ def lora_mlp_tiled_backward(*, grad, x, a, b, scales, rows, activation, tiles, *
         [dx, dA of each projection, dB of the same], each with the shape and dtype of its input.
     """
     tokens, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    dense = _dense(x, rows=rows, **frozen)
+    dense = _dense(x, a=a, b=b, **rest)
     dx, total = [], [torch.zeros(m.shape, dtype=compute_dtype(x.dtype), device=x.device) for m in (*a, *b)]
     for piece in pieces(tokens.shape[0], tiles):
-        args = (tokens[piece], *dense, a, b, scales, rows, 0, "", activation)
+        args = (tokens[piece], *dense)
         first, *adapters = lora_mlp_backward.reference(grads[piece], *args, *lora_mlp.reference(*args)[1:])
         dx.append(first)
         total = [t + d for t, d in zip(total, adapters)]
@@ -132,13 +130,13 @@ def lora_mlp_tiled_backward(*, grad, x, a, b, scales, rows, activation, tiles, *
     because="gate|up once more, tile by tile; the adapters' sums are added up in the pass that makes the gradients",
     refuses=_refuse,
 )
-def _(*, grad, x, a, b, scales, rows, activation, tiles, **frozen):
+def _(grad, x, weights, a, b, scales, stored, activation, tiles):
     """The adapters' inner products are narrow: they are stored for all tokens, and each gradient is one product."""
     from tunecompile.templates import lora as rooms
     from tunecompile.templates import lora_mlp as template
     from tunecompile.templates import swiglu
 
-    (gate_and_up, down), inner, columns = frozen_weights(x, rows=rows, **frozen), inner_width(rows), x.shape[-1]
+    (gate_and_up, down), inner, columns = frozen_of(x, weights, b, stored), inner_width(b), x.shape[-1]
     tokens, grads, ranks = x.reshape(-1, columns), grad.reshape(-1, grad.shape[-1]), [m.shape[0] for m in a]
     through_wide, through_down = (on_diagonal(b[part], scales[part], x.dtype) for part in (WIDE, DOWN))
     xa, gb = lora.down(x, [], a[WIDE], x.dtype), grads @ through_down

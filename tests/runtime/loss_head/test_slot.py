@@ -281,7 +281,9 @@ class Drawn:
 
 def adapted(drawn, own=(), count=1):
     x, weight, bias, down, up = drawn.inputs
-    made = drawn.call(lora_linear.overload, x, list(own), [weight] * count, [bias], [down], [up], [0.25], torch.float32)
+    made = drawn.call(
+        lora_linear.overload, x, list(own), [weight] * count, [bias], [down], [up], [0.25], torch.float32, "dense"
+    )
     return drawn.call(linear_head.getitem, made, 0), made
 
 

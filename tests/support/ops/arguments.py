@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from tests.support.ops.checks import tensor
+from tunecompile.ops.frozen_weights import DENSE, packed_as
+
+NF4 = packed_as("nf4", 64)
 
 
 def lora_arguments(x, sizes=(6,), ranks=(2,), bias=False, own=False, dtype=None, adapters=None, base=None, scales=None):
-    """(x, inputs, weights, biases, a, b, scales, dtype) with every tensor at the scale a network has."""
+    """Arguments of `lora_linear`, with every tensor at the scale a network has."""
     k, base = x.shape[-1], base or x.dtype
     adapters, dtype = adapters or x.dtype, dtype or x.dtype
     return [
@@ -21,6 +24,7 @@ def lora_arguments(x, sizes=(6,), ranks=(2,), bias=False, own=False, dtype=None,
         [tensor((n, r), dtype=adapters) for n, r in zip(sizes, ranks)],
         list(scales or [0.5 + i for i in range(len(sizes))]),
         dtype,
+        DENSE,
     ]
 
 
@@ -30,7 +34,7 @@ def lora_leaves(args):
 
 
 def with_lora_leaves(args, new):
-    x, inputs, weights, biases, a, b, scales, dtype = args
+    x, inputs, weights, biases, a, b, *rest = args
     it = iter(new)
     return [
         next(it),
@@ -39,8 +43,7 @@ def with_lora_leaves(args, new):
         [next(it) for _ in biases],
         [next(it) for _ in a],
         [next(it) for _ in b],
-        scales,
-        dtype,
+        *rest,
     ]
 
 
@@ -62,22 +65,19 @@ def dense_mlp(dtype=torch.float32, activation="silu", adapted=None, shapes=APART
     a, b = mlp_adapters(adapted or dtype, shapes)
     x = torch.randn(2, 3, 64).to(dtype).requires_grad_()
     weights = [(torch.randn(shape) / shape[1] ** 0.5).to(dtype) for shape in shapes]
-    return [x, weights, *[[]] * 5, a, b, SCALES[-len(shapes) :], [n for n, _ in shapes], 0, "", activation]
+    return [x, weights, a, b, SCALES[-len(shapes) :], DENSE, activation]
 
 
 def packed_mlp(double, activation="silu", shapes=APART):
     pytest.importorskip("bitsandbytes")
 
-    lora_arguments = dense_mlp(activation=activation, shapes=shapes)
-    made = [quantized(*w.shape, double=double, dtype=torch.float32) for w in lora_arguments[1]]
-    lora_arguments[1] = []
-    lora_arguments[2:7] = [[args[i] for args, _ in made] if double or i < 2 else [] for i in range(5)]
-    lora_arguments[11:13] = [64, "nf4"]
-    return lora_arguments, [expected for _, expected in made]
+    x, weights, *adapters, _, _ = dense_mlp(shapes=shapes)
+    made = [quantized(*w.shape, double=double, dtype=torch.float32) for w in weights]
+    return [x, tensors_of(made), *adapters, NF4, activation], [expected for _, expected in made]
 
 
 def mlp_leaves(arguments):
-    return [arguments[0], *arguments[7], *arguments[8]]
+    return [arguments[0], *arguments[2], *arguments[3]]
 
 
 def quantized(rows, columns, blocksize=64, quant_type="nf4", double=True, dtype=torch.float32, scale=1.0):
@@ -92,15 +92,18 @@ def quantized(rows, columns, blocksize=64, quant_type="nf4", double=True, dtype=
     )
 
 
+def tensors_of(made):
+    """Those of results of `quantized`, as ops take them in one list."""
+    return [each for args, _ in made for each in args[:5] if each is not None]
+
+
 def dense_and_packed(dtype, double, sizes, ranks, adapters=None, **case):
-    """Arguments of `lora_linear` on dequantised weights, and of `lora_linear_nf4` on the packed ones."""
+    """Arguments of `lora_linear` on dequantised weights, and on the packed ones."""
     x = torch.randn(2, 3, 64).to(dtype)
     dense = lora_arguments(x, sizes, ranks, dtype=adapters, adapters=adapters, **case)
     made = [quantized(n, 64, double=double, dtype=dtype) for n in sizes]
     dense[2] = [expected for _, expected in made]
-    columns = [[args[i] for args, _ in made] if double or i < 2 else [] for i in range(5)]
-    packed = [x, dense[1], *columns, *dense[3:], list(sizes), 64, "nf4"]
-    return dense, packed
+    return dense, [*dense[:2], tensors_of(made), *dense[3:-1], NF4]
 
 
 def eight_bits_case(sizes=(48, 16), ranks=(4, 8), k=64, rows=40, adapters=torch.float32, **options):

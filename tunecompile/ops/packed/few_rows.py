@@ -25,8 +25,8 @@ def refuse(
     Args:
         x: [..., K], the rows.
         columns: K of the weights.
-        packed: of one format, one a weight. This and rows, blocksize, a and b: as for
-            `tunecompile.ops.lora_nf4.lora_linear_nf4`.
+        packed: of one format, one a weight. This and rows and blocksize: as for
+            `tunecompile.ops.nf4.dequantize_4bit`; a and b: as for `tunecompile.ops.lora.lora_linear`.
     """
     tokens = x.numel() // x.shape[-1]
     if not isinstance(tokens, int):  # a symbol, which is not to be compared with anything
@@ -70,7 +70,7 @@ def _parts(x: Tensor, packed: PackedWeights, a: Sequence[Tensor]) -> tuple[Tenso
     from tunecompile.templates.few_rows import launches as few_rows
 
     kind = {"blocksize": packed.blocksize, "quant_type": packed.quant_type}
-    return few_rows.begin(x, few_rows.in_order(x).contiguous(), packed.members(), a, **kind)
+    return few_rows.begin(x, few_rows.in_order(x).contiguous(), packed.packed(), a, **kind)
 
 
 def _refuse_linear(x: Tensor, packed: Tensor, rows: int, blocksize: int) -> Note | None:
@@ -114,7 +114,7 @@ def linear_4bit(
 
 @linear_4bit.provider("few_rows", because=BECAUSE, refuses=_refuse_linear)
 def _(x, packed, absmax, absmax_code, absmax_scale, absmax_offset, bias, rows, blocksize, quant_type):
-    nested = [[] if each is None else [each] for each in (absmax_code, absmax_scale, absmax_offset)]
-    weight = PackedWeights([packed], [absmax], *nested, [rows], blocksize, quant_type, x.shape[-1], x.dtype)
+    tensors = [each for each in (packed, absmax, absmax_code, absmax_scale, absmax_offset) if each is not None]
+    weight = PackedWeights([tensors], [rows], x.shape[-1], blocksize, quant_type, x.dtype)
     y = _parts(x.reshape(-1, x.shape[-1]).contiguous(), weight, [])[0].sum(0).to(x.dtype)
     return (y if bias is None else y + bias).reshape(*x.shape[:-1], rows)

@@ -22,6 +22,7 @@ from tunecompile.ir.canonicalize import canonicalize, value
 from tunecompile.ir.logit_chain import Unfit
 from tunecompile.notes import Note, note
 from tunecompile.ops import lora_linear
+from tunecompile.ops.frozen_weights import DENSE
 
 
 class NotLinear(Unfit):
@@ -173,10 +174,10 @@ def _read(graph: Graph) -> Callable[[Sequence[Any]], LinearHead]:
         x, weight, bias = (*y.args, None)[:3]
         rest = ()
     elif y.target is getitem and y.args[0].target is lora_linear.overload and y.args[1] == 0:
-        x, own, weights, biases, down, up, scales, adapter_dtype = y.args[0].args
+        x, own, weights, biases, down, up, scales, adapter_dtype, stored = y.args[0].args
         if own:
             raise NotLinear(note("adapter-with-dropout"))
-        if len(weights) != 1:
+        if len(weights) != 1 or stored != DENSE:
             raise NotLinear(note("several-weights"))
         weight, bias, rest = weights[0], biases[0] if biases else None, (down[0], up[0])
     else:
