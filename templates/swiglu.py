@@ -1,8 +1,7 @@
 """Gated activation, ``act(gate) * up`` with act SiLU or tanh-GELU (SwiGLU, GeGLU: https://arxiv.org/abs/2002.05202).
 
 gate and up may be the two column halves of one projection's output, and the backward pass writes both gradients into
-one buffer, the gradient of that output, so no concatenation is needed. It can also recompute the product, which the
-weight gradient of the down projection needs, at the cost of one write and no read.
+one buffer, the gradient of that output, so no concatenation is needed.
 
 Both of these activations are ``g * sigmoid(s)``: s = g for SiLU, s = 2 sqrt(2 / pi) (g + 0.044715 g^3) for tanh-GELU.
 The clamped gate, ``g sigmoid(alpha g) (u + 1)`` (https://arxiv.org/abs/2508.10925), has gate and up interleaved
@@ -48,18 +47,7 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad,
-    gate,
-    up,
-    both,
-    out,
-    columns,
-    grad_stride,
-    gate_stride,
-    up_stride,
-    ACTIVATION: tl.constexpr,
-    RECOMPUTE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    grad, gate, up, both, columns, grad_stride, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -73,8 +61,6 @@ def backward_kernel(
     tl.store(both + columns, (d * act).to(both.dtype.element_ty), mask=mask)
     d_act = s * (1.0 + slope * (1.0 - s))  # of g sigmoid(s): sigmoid + g ds/dg sigmoid (1 - sigmoid)
     tl.store(both, (d * u * d_act).to(both.dtype.element_ty), mask=mask)
-    if RECOMPUTE:
-        tl.store(out + row * columns + column, (act * u).to(out.dtype.element_ty), mask=mask)
 
 
 def _matrix(t):
@@ -122,17 +108,14 @@ def forward(gate, up, activation="silu", *, out=None, tile=None):
     return out
 
 
-def backward(grad, gate, up, activation="silu", *, joined=False, recompute=False, tile=None):
+def backward(grad, gate, up, activation="silu", *, tile=None):
     """The gradients of ``forward``, in one buffer.
 
     Args:
         grad: of the result, [..., F], any row stride. gate, up, activation and tile as for ``forward``.
-        joined: whether the buffer is returned as it is.
-        recompute: whether act(gate) * up is returned as well, last.
 
     Returns:
-        (d_gate, d_up), the two column halves of a [..., 2F] buffer in gate's dtype; ``joined``: that buffer.
-        ``recompute``: also the [..., F] result, last.
+        (d_gate, d_up), the two column halves of a [..., 2F] buffer in gate's dtype.
 
     Raises:
         ValueError: the activation is unknown.
@@ -140,21 +123,16 @@ def backward(grad, gate, up, activation="silu", *, joined=False, recompute=False
     tile, block = _tile(gate, activation, tile)
     shape = gate.shape
     both = torch.empty((*shape[:-1], 2 * shape[-1]), dtype=gate.dtype, device=gate.device)
-    out = torch.empty(shape, dtype=gate.dtype, device=gate.device) if recompute else None
     grad, gate, up = _matrix(grad), _matrix(gate), _matrix(up)
     rows, columns = gate.shape
     launch(
         backward_kernel,
         (rows, triton.cdiv(columns, block)),
-        *(grad, gate, up, both, out, columns),
+        *(grad, gate, up, both, columns),
         *(grad.stride(0), gate.stride(0), up.stride(0)),
-        **dict(ACTIVATION=activation, RECOMPUTE=recompute, BLOCK=block, num_warps=tile.num_warps),
-        num_stages=tile.num_stages,
+        **dict(ACTIVATION=activation, BLOCK=block, num_warps=tile.num_warps, num_stages=tile.num_stages),
     )
-    result = (both,) if joined else both.split(shape[-1], -1)
-    if recompute:
-        result = (*result, out)
-    return result[0] if len(result) == 1 else result
+    return both.split(shape[-1], -1)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""RMS norm: bytes are one read and one write forward, two reads and one write backward (a residual adds one of each, or one read)."""
+"""The backward of RMS norm: bytes are two reads and one write, and a residual adds one read."""
 
 import sys
 from pathlib import Path
@@ -8,24 +8,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installation, too
 
 from benchmarks._harness import INDUCTOR, TEMPLATE, attempt, backward_of, compiled, main, randn, relative_error
-from tunecompile.templates import rms_norm
+from tunecompile.templates import norms
 from tunecompile.templates._tiles import Tile
 
 EPS = 1e-5
-
-
-def norm(x, weight):
-    xf = x.float()
-    return weight * (xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
-
-
-reference = compiled(norm)
-
-
-@compiled
-def reference_residual(x, residual, weight):
-    total = x + residual
-    return norm(total, weight), total
 
 
 def gradients(grad, x, weight):
@@ -87,9 +73,6 @@ def run(bench):
         shape = tuple(bench.size(n) for n in (shape if not (heads and bench.dry) else (2, 16, 4, 128)))
         size, name, w = 2 * torch.Size(shape).numel(), "x".join(map(str, shape)), randn(shape[-1], seed=99)
 
-        def one(seed, shape=shape, w=w):
-            return randn(*shape, seed=seed), w
-
         def two(seed, shape=shape, w=w):
             return randn(*shape, seed=seed), randn(*shape, seed=seed + 50), w
 
@@ -107,32 +90,15 @@ def run(bench):
                 }
             )
 
-        def forward(x, w, **options):
-            return rms_norm.forward(x, w, EPS, **options)
-
         def backward(grad, x, w, **options):
-            return rms_norm.backward(grad, x, w, EPS, **options)
+            return norms.backward(grad, x, w, EPS, centred=False, round_first=True, **options)[0]
 
         def both(grad, x, w, **options):
-            return rms_norm.backward(grad, x, w, EPS, need_weight_grad=True, **options)
+            return norms.backward(grad, x, w, EPS, centred=False, round_first=True, sums=1, **options)
 
         def shown(what, heads=heads):
             return "" if heads else what
 
-        bench(
-            f"{name} forward",
-            {
-                INDUCTOR: reference,
-                "Liger": attempt(liger),
-                "Unsloth": attempt(unsloth),
-                TEMPLATE: forward,
-                **tiles(forward),
-            },
-            one,
-            bytes=2 * size,
-            check=relative_error,
-            shown=shown("RMS norm"),
-        )
         bench(
             f"{name} backward",
             {
@@ -164,23 +130,11 @@ def run(bench):
         if heads:
             continue
         bench(
-            f"{name} residual + forward",
-            {
-                INDUCTOR: reference_residual,
-                "Liger": attempt(liger_residual),
-                TEMPLATE: lambda x, r, w: rms_norm.forward(x, w, EPS, residual=r),
-            },
-            two,
-            bytes=4 * size,
-            check=relative_error,
-            shown="residual and RMS norm",
-        )
-        bench(
             f"{name} residual + backward",
             {
                 INDUCTOR: reference_backward_residual,
                 "Liger": attempt(liger_backward_residual),
-                TEMPLATE: lambda grads, x, w: rms_norm.backward(grads[0], x, w, EPS, residual_grad=grads[1]),
+                TEMPLATE: lambda grads, x, w: backward(grads[0], x, w, residual_grad=grads[1]),
             },
             pair,
             bytes=4 * size,

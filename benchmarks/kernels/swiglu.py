@@ -1,4 +1,4 @@
-"""Gated activation: bytes are two reads and one write forward, three reads and two writes backward (recomputing the product: three)."""
+"""Gated activation: bytes are two reads and one write forward, three reads and two writes backward."""
 
 import sys
 from pathlib import Path
@@ -25,11 +25,6 @@ def gradients(grad, gate, up):
 
 
 reference_backward = compiled(gradients)
-
-
-@compiled
-def reference_recompute(grad, gate, up):
-    return gradients(grad, gate, up), (F.silu(gate.float()) * up).to(gate.dtype)
 
 
 def whole(gate, up):
@@ -84,21 +79,6 @@ def unsloth():
     return Before(prepare)
 
 
-def unsloth_backward():
-    from unsloth.kernels.swiglu import swiglu_DWf_DW_dfg_kernel
-
-    def prepare(grad, gate, up):
-        grad, gate, up = apart(grad, gate, up)
-
-        def call():
-            act, d_up, d_gate = swiglu_DWf_DW_dfg_kernel(grad, gate, up)
-            return d_gate, d_up, act
-
-        return call
-
-    return Before(prepare)
-
-
 def error(value, reference):
     """Of gradients apart or joined."""
     value, reference = ((r,) if isinstance(r, torch.Tensor) else tuple(r) for r in (value, reference))
@@ -128,9 +108,6 @@ def run(bench):
                 f"block {b}, {w} warps": lambda *a, t=Tile(b, num_warps=w): function(*a, tile=t) for b, w in choices
             }
 
-        def joined(grad, gate, up, **options):
-            return swiglu.backward(grad, gate, up, joined=True, **options)
-
         size, name = 2 * rows * columns, f"{rows}x{columns}"
         bench(
             f"{name} forward",
@@ -153,25 +130,13 @@ def run(bench):
                 INDUCTOR: reference_backward,
                 "Liger, halves apart, in place": attempt(liger_backward),
                 "Liger, fused": attempt(liger_fused_backward),
-                TEMPLATE: joined,
-                **bench.tiles(lambda: tiles(joined)),
+                TEMPLATE: swiglu.backward,
+                **bench.tiles(lambda: tiles(swiglu.backward)),
             },
             three,
             bytes=5 * size,
             check=error,
             shown="SwiGLU backward" if first else "",
-        )
-        bench(
-            f"{name} backward, joined, and the product again",
-            {
-                INDUCTOR: reference_recompute,
-                "Unsloth, halves apart, in place": attempt(unsloth_backward),
-                TEMPLATE: lambda g, a, b: swiglu.backward(g, a, b, joined=True, recompute=True),
-            },
-            three,
-            bytes=6 * size,
-            check=error,
-            shown="SwiGLU backward, product again" if first else "",
         )
 
 

@@ -86,12 +86,11 @@ def axes(many=1, batch=1, device="cpu"):
         eight_bits,
         experts,
         int8_product,
-        layer_norm,
         lora,
         lora_mlp,
         mxfp4,
         nf4,
-        rms_norm,
+        norms,
         swiglu,
     )
     from tunecompile.templates.attention import backward_pass as attention_backward
@@ -292,14 +291,16 @@ def axes(many=1, batch=1, device="cpu"):
             ),
             [e(8 * many, 151936), labels, e(8 * many, dtype=torch.float32)],
         ),
-        "rms_norm": (lambda x, w, r: rms_norm.forward(x, w, residual=r), [x, w, x]),
-        "rms_norm_wide": (lambda x, w: rms_norm.forward(x, w), [e(8 * many, 28672), e(28672)]),
         "rms_norm_backward": (
-            lambda g, x, w, r: rms_norm.backward(g, x, w, residual_grad=r, need_weight_grad=True),
+            lambda g, x, w, r: norms.backward(g, x, w, centred=False, round_first=True, residual_grad=r, sums=1),
             [x, x, w, x],
         ),
+        "rms_norm_wide": (
+            lambda g, x, w: norms.backward(g, x, w, centred=False),
+            [e(8 * many, 28672), e(8 * many, 28672), e(28672)],
+        ),
         "rms_norm_heads": (
-            lambda g, x, w: rms_norm.backward(g, x, w, offset=1.0, round_before_scale=False),
+            lambda g, x, w: norms.backward(g, x, w, offset=1.0, centred=False),
             [q, q, e(128)],
         ),
         "attention": (
@@ -365,15 +366,15 @@ def axes(many=1, batch=1, device="cpu"):
             [scores, scores, scores[..., 0].contiguous(), scores[..., 0].contiguous()],
         ),
         "layer_norm_backward": (
-            lambda g, x, w, r: layer_norm.backward(g, x, w, residual_grad=r, need_parameter_grads=True),
+            lambda g, x, w, r: norms.backward(g, x, w, residual_grad=r, sums=2),
             [x, x, w, x],
         ),
         "modulated_norm_backward": (
-            lambda g, x, w, r: layer_norm.backward(*(g, x, w), offset=1.0, residual_grad=r, need_parameter_grads=True),
+            lambda g, x, w, r: norms.backward(g, x, w, offset=1.0, residual_grad=r, sums=2),
             [x, x, e(4, 3 * 4096)[:, :4096], x],
         ),
         "modulated_rms_norm_backward": (
-            lambda g, x, w: layer_norm.backward(g, x, w, offset=1.0, centred=False, need_parameter_grads=True),
+            lambda g, x, w: norms.backward(g, x, w, offset=1.0, centred=False, sums=2),
             [x, x, e(4, 4096)],
         ),
         "swiglu": (lambda g, u: swiglu.forward(g, u), [gate, up]),
@@ -489,5 +490,5 @@ def axes(many=1, batch=1, device="cpu"):
             walked,
             *(e(batch, length, 32, dtype=torch.float32) for _ in range(2)),
         ),
-        "swiglu_backward": (lambda d, g, u: swiglu.backward(d, g, u, "gelu_tanh", recompute=True), [gate, gate, up]),
+        "swiglu_backward": (lambda d, g, u: swiglu.backward(d, g, u, "gelu_tanh"), [gate, gate, up]),
     }

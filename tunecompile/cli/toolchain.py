@@ -79,13 +79,11 @@ def kernel() -> Line:
     """Compile and launch a Triton kernel of tunecompile, and compare its result."""
     if not torch.cuda.is_available():
         return Line("Triton kernel", "ok", "no GPU: not run")
-    from tunecompile.templates.rms_norm import forward
+    from tunecompile.templates.swiglu import forward
 
-    x, weight = torch.randn(8, 256, device="cuda"), torch.ones(256, device="cuda")
+    gate, up = torch.randn(2, 8, 256, device="cuda")
     try:
-        torch.testing.assert_close(
-            forward(x, weight), torch.nn.functional.rms_norm(x, (256,), weight, 1e-6), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(forward(gate, up), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
     except Exception as error:  # whatever Triton, its compiler or the driver raise
         return Line(
             "Triton kernel",

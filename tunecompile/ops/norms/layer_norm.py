@@ -126,13 +126,8 @@ def _(grad, grad_total, out1, weight, bias, eps, *, used):
 
 
 def _by_template(grad, grad_total, x, weight, bias, eps, used):
-    from tunecompile.templates import layer_norm as template
+    from tunecompile.templates import norms
 
-    sums = used[1] or used[2]
-    made = template.backward(grad, x, weight, eps, residual_grad=grad_total, need_parameter_grads=sums)
-    if not sums:
-        return [made, None, None]
-    return [
-        made[0],
-        *(_as(each, given) if read else None for each, given, read in zip(made[1:], (weight, bias), used[1:])),
-    ]
+    dx, *sums = norms.backward(grad, x, weight, eps, residual_grad=grad_total, sums=2 if any(used[1:]) else 0)
+    read = zip(sums or (None, None), (weight, bias), used[1:])
+    return [dx, *(_as(each, given) if is_read else None for each, given, is_read in read)]

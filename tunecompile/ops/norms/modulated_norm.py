@@ -154,16 +154,8 @@ def _(grad, grad_total, out1, scale, shift, eps, offset, centred, *, used):
 
 
 def _by_template(grad, grad_total, x, scale, shift, eps, offset, centred):
-    from tunecompile.templates import layer_norm as template
+    from tunecompile.templates import norms
 
-    dx, *sums = template.backward(
-        grad,
-        x,
-        scale[:, 0],
-        eps,
-        offset=offset,
-        centred=centred,
-        residual_grad=grad_total,
-        need_parameter_grads=True,
-    )
+    how = {"offset": offset, "centred": centred, "residual_grad": grad_total, "sums": 2}
+    dx, *sums = norms.backward(grad, x, scale[:, 0], eps, **how)
     return [dx, *(each[:, None].to(given.dtype) for each, given in zip(sums, (scale, shift)))]

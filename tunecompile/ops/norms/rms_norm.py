@@ -148,12 +148,7 @@ def refuse_norm(*tensors: Tensor) -> Note | None:
     "triton", because="one pass for dX and the weight's partial sums", refuses=lambda grad, x, *_: refuse_norm(x, grad)
 )
 def _(grad, x, weight, eps, offset, round_first, *, used):
-    from tunecompile.templates import rms_norm as template
-
-    made = template.backward(
-        grad, x, weight, eps, offset=offset, round_before_scale=round_first, need_weight_grad=used[1]
-    )
-    return [made[0], made[1].to(weight.dtype)] if used[1] else [made, None]
+    return _by_template(grad, None, x, weight, eps, offset, round_first, used)
 
 
 @add_rms_norm_backward.provider(
@@ -162,16 +157,12 @@ def _(grad, x, weight, eps, offset, round_first, *, used):
     refuses=lambda grad, grad_total, out1, *_: refuse_norm(out1, grad, grad_total),
 )
 def _(grad, grad_total, out1, weight, eps, offset, round_first, *, used):
-    from tunecompile.templates import rms_norm as template
+    return _by_template(grad, grad_total, out1, weight, eps, offset, round_first, used)
 
-    made = template.backward(
-        grad,
-        out1,
-        weight,
-        eps,
-        offset=offset,
-        round_before_scale=round_first,
-        residual_grad=grad_total,
-        need_weight_grad=used[1],
-    )
-    return [made[0], made[1].to(weight.dtype)] if used[1] else [made, None]
+
+def _by_template(grad, grad_total, x, weight, eps, offset, round_first, used):
+    from tunecompile.templates import norms
+
+    how = {"offset": offset, "round_first": round_first, "residual_grad": grad_total, "sums": int(used[1])}
+    dx, *sums = norms.backward(grad, x, weight, eps, centred=False, **how)
+    return [dx, sums[0].to(weight.dtype) if sums else None]

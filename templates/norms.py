@@ -1,11 +1,14 @@
-"""The backward pass of layer norm of the last dimension, optionally joined with the residual path's gradient.
+"""The backward pass of norms of the last dimension, optionally joined with the residual path's gradient.
 
-LayerNorm (https://arxiv.org/abs/1607.06450) with or without weight and bias, or with weights and biases for groups of
-rows, as images of a batch have in adaLN (https://arxiv.org/abs/2212.09748), where the mean may stay (RMSNorm). x is
-read again, and mean and deviation are recomputed. The forward pass is left to Inductor, which fuses it with the
-operations before it.
+LayerNorm (https://arxiv.org/abs/1607.06450) with or without weight and bias, and RMSNorm, whose mean stays
+(https://arxiv.org/abs/1910.07467), as the model families write it, for ``xhat = x.float() * rsqrt(mean(x^2) + eps)``:
+Llama, Qwen: ``xhat.to(x.dtype) * weight`` (``round_first``); Gemma: ``(xhat * (1 + weight.float())).to(x.dtype)``
+(``offset=1``); OLMo 2: the same with ``offset=0``. Both with weights and biases for groups of rows, too, as images of a
+batch have in adaLN (https://arxiv.org/abs/2212.09748). x is read again, and mean and deviation are recomputed. The
+forward pass is left to Inductor, which fuses it with the operations before it.
 
-Inputs may be strided in their (up to three) leading dimensions."""
+Inputs may be strided in their (up to three) leading dimensions, so the norms of q and k read the fused projection in
+place."""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ import triton.language as tl
 from . import _tiles
 from ._launch import launch, multiprocessors, next_power_of_2, row_ranges
 
-__all__ = ["backward", "start_of", "strided_rows"]
+__all__ = ["backward"]
 
 
 @triton.jit
-def start_of(row, n1, n2, s0, s1, s2):
+def _start_of(row, n1, n2, s0, s1, s2):
     """Offset of row number ``row`` of a tensor [n0, n1, n2, :] with strides s0, s1, s2."""
     row = row.to(tl.int64)
     return row // (n1 * n2) * s0 + row // n2 % n1 * s1 + row % n2 * s2
 
 
-def strided_rows(t):
+def _strided_rows(t):
     """``t`` with a unit column stride, its leading sizes (n1, n2), and three leading strides."""
     if t.dim() > 4:
         t = t.reshape(-1, t.shape[-1])
@@ -62,14 +65,18 @@ def backward_kernel(
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
     CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    PARAMETER_GRADS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SUMS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A program takes every num_programs-th ROWS rows of a group and sums the parameters' gradients in registers."""
-    column, group = tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    column, group = tl.arange(0, BLOCK), 0
+    if GROUPED:
+        group = tl.program_id(1).to(tl.int64)
     scale = tl.full([BLOCK], 1.0, tl.float32)
     if HAS_WEIGHT:
         scale = tl.load(weight + group * ws + column, mask=column < N, other=0.0).to(tl.float32) + OFFSET
@@ -79,19 +86,22 @@ def backward_kernel(
         row = step * ROWS + tl.arange(0, ROWS)
         inside = (column < N)[None, :]
         mask = (row < n_rows)[:, None] & inside
-        row = group * n_rows + row
-        g = tl.load(grad + start_of(row, n1, n2, gs0, gs1, gs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
+        if GROUPED:
+            row = group * n_rows + row
+        g = tl.load(grad + _start_of(row, n1, n2, gs0, gs1, gs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
-        value = tl.load(x + start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
+        value = tl.load(x + _start_of(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :], mask=mask, other=0.0).to(
             tl.float32
         )
         if CENTRED:
             value = tl.where(inside, value - (tl.sum(value, 1) / N)[:, None], 0.0)
         inverse = tl.rsqrt(tl.sum(value * value, 1) / N + EPS)[:, None]
         xhat = value * inverse
-        if PARAMETER_GRADS:
-            weights += tl.sum(g * xhat, 0)
+        if SUMS > 0:
+            rounded = xhat.to(x.dtype.element_ty).to(tl.float32) if ROUND_FIRST else xhat
+            weights += tl.sum(g * rounded, 0)
+        if SUMS > 1:
             biases += tl.sum(g, 0)
         g = g * scale[None, :]
         result = g - xhat * (tl.sum(g * xhat, 1) / N)[:, None]
@@ -99,12 +109,13 @@ def backward_kernel(
             result -= (tl.sum(g, 1) / N)[:, None]
         result *= inverse
         if HAS_RESIDUAL:
-            where = start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :]
+            where = _start_of(row, n1, n2, rs0, rs1, rs2)[:, None] + column[None, :]
             result += tl.load(residual_grad + where, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + (row.to(tl.int64) * N)[:, None] + column[None, :], result.to(dx.dtype.element_ty), mask=mask)
-    if PARAMETER_GRADS:
-        place = (group * tl.num_programs(0) + tl.program_id(0)) * N + column
+    place = (group * tl.num_programs(0) + tl.program_id(0).to(tl.int64)) * N + column
+    if SUMS > 0:
         tl.store(dweight + place, weights, mask=column < N)
+    if SUMS > 1:
         tl.store(dbias + place, biases, mask=column < N)
 
 
@@ -116,11 +127,14 @@ def backward(
     *,
     offset=0.0,
     centred=True,
+    round_first=False,
     residual_grad=None,
-    need_parameter_grads=False,
+    sums=0,
     tile=None,
 ):
-    """The gradients of (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; fp32 inside.
+    """The gradients of (x - mean) / sqrt(variance + eps) * (offset + weight) + bias over the last dimension.
+
+    Arithmetic is in fp32.
 
     Args:
         grad: of the result, [..., N]. This, x and residual_grad have one shape, and leading strides of their own.
@@ -129,13 +143,14 @@ def backward(
         eps: added to the variance, in the units of x².
         offset: added to the weight, in its units.
         centred: whether the mean is taken off; if not, the variance is the mean of squares.
+        round_first: whether the normed value is rounded to x's dtype before it is scaled.
         residual_grad: what reaches x by the residual path, which is added to dx; or None.
-        need_parameter_grads: whether the gradients of weight and bias are returned.
+        sums: gradients of parameters that are returned: 0, 1 for the weight's, 2 for the bias's, too.
         tile: a ``_tiles.Tile`` in place of the table's.
 
     Returns:
-        dx, contiguous, in x's dtype; with ``need_parameter_grads``: (dx, dweight, dbias), these two fp32 [N] or
-        [G, N], summed in a fixed order.
+        (dx, dweight, dbias) or the first of them: dx contiguous, in x's dtype; the others fp32 [N] or [G, N], summed
+        in a fixed order.
 
     Raises:
         ValueError: shapes differ.
@@ -148,31 +163,29 @@ def backward(
         raise ValueError(f"weight {tuple(weight.shape)} for rows of {n}")
     grouped = weight is not None and weight.dim() == 2
     groups = weight.shape[0] if grouped else 1
-    grad, _, grad_strides = strided_rows(grad)
-    x, (n1, n2), strides = strided_rows(x)
+    grad, _, grad_strides = _strided_rows(grad)
+    x, (n1, n2), strides = _strided_rows(x)
     residual_grad, _, residual_strides = (
-        (None, None, (0, 0, 0)) if residual_grad is None else strided_rows(residual_grad)
+        (None, None, (0, 0, 0)) if residual_grad is None else _strided_rows(residual_grad)
     )
     rows = x.numel() // (n * groups)
     tile = tile or _tiles.pick("rms_norm", x, n)
-    programs, weights, biases = triton.cdiv(rows, tile.rows), None, None
-    if need_parameter_grads:  # few programs, so that few partial sums are left: those that fit on the GPU at once
+    programs = triton.cdiv(rows, tile.rows)
+    if sums:  # few programs, so that few partial sums are left: those that fit on the GPU at once
         programs = row_ranges(rows, tile.rows, multiprocessors(x.device) * max(1, 32 // tile.num_warps))
-        weights, biases = (torch.empty((groups, programs, n), dtype=torch.float32, device=x.device) for _ in range(2))
+    shape = (groups, programs, n) if grouped else (programs, n)
+    parts = [torch.empty(shape, dtype=torch.float32, device=x.device) for _ in range(sums)]
     launch(
         backward_kernel,
         (programs, groups),
-        *(grad, x, residual_grad, weight, dx, weights, biases, rows, n1, n2),
+        *(grad, x, residual_grad, weight, dx, *parts, *[None] * (2 - sums), rows, n1, n2),
         weight.stride(0) if grouped else 0,
         *grad_strides,
         *strides,
         *residual_strides,
-        **dict(N=n, EPS=float(eps), OFFSET=float(offset), CENTRED=bool(centred)),
-        **dict(HAS_RESIDUAL=residual_grad is not None, HAS_WEIGHT=weight is not None),
-        **dict(PARAMETER_GRADS=need_parameter_grads, ROWS=tile.rows, BLOCK=next_power_of_2(n)),
+        **dict(N=n, EPS=float(eps), OFFSET=float(offset), CENTRED=bool(centred), ROUND_FIRST=bool(round_first)),
+        **dict(HAS_RESIDUAL=residual_grad is not None, HAS_WEIGHT=weight is not None, GROUPED=grouped),
+        **dict(SUMS=sums, ROWS=tile.rows, BLOCK=next_power_of_2(n)),
         **dict(num_warps=tile.num_warps, num_stages=tile.num_stages),
     )
-    if weights is None:
-        return dx
-    sums = weights.sum(1), biases.sum(1)
-    return (dx, *(sums if grouped else (each[0] for each in sums)))
+    return dx, *(part.sum(-2) for part in parts)
