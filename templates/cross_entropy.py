@@ -53,7 +53,6 @@ def loss_and_grad_kernel(
     logits,
     labels,
     losses,
-    lses,
     factors,
     entropies,
     squares,
@@ -66,7 +65,6 @@ def loss_and_grad_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,  # SCALE > 0; SOFTCAP 0: none
     SMOOTHING: tl.constexpr,
-    Z_LOSS: tl.constexpr,
     GRAD: tl.constexpr,
     FACTORS: tl.constexpr,
     ENTROPY: tl.constexpr,
@@ -77,7 +75,7 @@ def loss_and_grad_kernel(
     GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One row: loss = lse - (1 - s) z[label] - s mean(z) + Z_LOSS lse^2.
+    """One row: loss = lse - (1 - s) z[label] - s mean(z).
 
     The logits are overwritten by d loss / d logits times the row's factor. ENTROPY_GRAD adds d entropy / d logits times
     its own factor. Statistics are of labelled rows.
@@ -90,7 +88,6 @@ def loss_and_grad_kernel(
     lane = tl.arange(0, GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     if label == ignore_index:
         tl.store(losses + pid, 0.0)
-        tl.store(lses + pid, 0.0)
         if GRAD:
             for start in range(0, V, BLOCK):
                 tl.store(row + start + lane, tl.zeros([GROUPS, 8], logits.dtype.element_ty), mask=start + lane < V)
@@ -131,10 +128,7 @@ def loss_and_grad_kernel(
         loss = lse - target
         if SMOOTHING > 0:
             loss = lse - (1.0 - SMOOTHING) * target - (SMOOTHING / V) * tl.sum(plain, 0)
-        if Z_LOSS > 0:
-            loss += Z_LOSS * lse * lse
         tl.store(losses + pid, loss)
-        tl.store(lses + pid, lse)
         if ENTROPY:
             tl.store(entropies + pid, lse - tl.sum(weighted * shares, 0) / whole)
         if SQUARES:
@@ -145,9 +139,6 @@ def loss_and_grad_kernel(
             tl.store(tops + pid, ((target >= maximum) & (tl.max(before, 0) < target)).to(tl.uint8))
         if GRAD:
             tl.debug_barrier()  # every thread has read the label's logit
-            weight = 1.0
-            if Z_LOSS > 0:
-                weight = 1.0 + 2.0 * Z_LOSS * lse
             factor = 1.0
             if FACTORS:
                 factor = tl.load(factors + pid).to(tl.float32)
@@ -160,10 +151,7 @@ def loss_and_grad_kernel(
                 x = tl.load(row + column, mask=inside, other=float("-inf")).to(tl.float32)
                 z, slope = _scaled(x, SCALE, SOFTCAP)
                 p = _exp(z, lse * LOG2E)
-                g = p * weight
-                if SMOOTHING > 0:
-                    g -= SMOOTHING / V
-                g = g * factor
+                g = (p - SMOOTHING / V if SMOOTHING > 0 else p) * factor
                 if ENTROPY_GRAD:  # d entropy / dz = -p (log p + entropy)
                     logp = tl.where(inside, z - lse, 0.0)
                     g -= rise * p * (logp + entropy)
@@ -171,7 +159,7 @@ def loss_and_grad_kernel(
             tl.debug_barrier()  # every thread has written its part; next, the label's element
             own = _exp(target, maximum * LOG2E)  # as it was summed: of a sure token, p - 1 is the sum of all others
             p = own / whole
-            g = ((own - whole) / whole * weight + (weight - 1.0 + SMOOTHING - SMOOTHING / V)) * factor
+            g = ((own - whole) / whole + (SMOOTHING - SMOOTHING / V)) * factor
             if ENTROPY_GRAD:
                 g -= rise * p * (target - lse + entropy)
             tl.store(row + label, (g * target_slope).to(logits.dtype.element_ty), mask=in_range)
@@ -185,12 +173,11 @@ def loss_and_grad_(
     softcap=None,
     scale=1.0,
     label_smoothing=0.0,
-    z_loss=0.0,
     grad=True,
     factors=None,
     tile=None,
 ):
-    """Return loss and log-sum-exp of each row; with ``grad``, overwrite ``logits`` by their gradient.
+    """Return the loss of each row; with ``grad``, overwrite ``logits`` by their gradient.
 
     The gradient is that of the sum of factors times losses.
 
@@ -200,28 +187,22 @@ def loss_and_grad_(
     Args:
         logits: [rows, V], bf16, fp16 or fp32, unit column stride.
         labels: [rows], int64 or int32, contiguous. One out of range gives a NaN loss.
-        ignore_index: label of rows that have loss, lse and gradient 0 and are not read.
+        ignore_index: label of rows that have loss and gradient 0 and are not read.
         softcap: c of c * tanh(z / c), in the units of the logits; None for none.
         scale: a positive factor of the logits.
         label_smoothing: the share, 0 to 1, of the target that is spread over all classes.
-        z_loss: factor of lse^2, which the loss contains (PaLM: Chowdhery et al., 2022, arXiv:2204.02311).
         grad: whether ``logits`` become the gradient.
         factors: [rows], fp32, contiguous: of each row's gradient, not of its loss; None for ones.
         tile: a ``_tiles.Tile`` in place of the table's.
 
     Returns:
-        (loss, lse), fp32 [rows] each.
+        fp32 [rows].
 
     Raises:
         ValueError: shapes or strides do not fit, or the scale is not positive.
     """
-    loss, lse, _ = _launch(
-        logits,
-        labels,
-        *(ignore_index, softcap, scale, factors, tile),
-        **dict(SMOOTHING=float(label_smoothing), Z_LOSS=float(z_loss), GRAD=bool(grad)),
-    )
-    return loss, lse
+    how = dict(SMOOTHING=float(label_smoothing), GRAD=bool(grad))
+    return _launch(logits, labels, ignore_index, softcap, scale, factors, tile, **how)[0]
 
 
 def statistics_and_grad_(
@@ -249,14 +230,8 @@ def statistics_and_grad_(
     Raises:
         ValueError: shapes or strides do not fit, or the scale is not positive.
     """
-    loss, _, values = _launch(
-        logits,
-        labels,
-        *(torch.iinfo(torch.int64).min, softcap, scale, factors, tile),
-        *(tuple(wanted), entropy_factors),
-        **dict(SMOOTHING=0.0, Z_LOSS=0.0, GRAD=bool(grad)),
-    )
-    return loss, values
+    how = (torch.iinfo(torch.int64).min, softcap, scale, factors, tile, tuple(wanted), entropy_factors)
+    return _launch(logits, labels, *how, SMOOTHING=0.0, GRAD=bool(grad))
 
 
 def _launch(logits, labels, ignore_index, softcap, scale, factors, tile, wanted=(), entropy_factors=None, **constants):
@@ -274,7 +249,6 @@ def _launch(logits, labels, ignore_index, softcap, scale, factors, tile, wanted=
     # at least one group a thread: with fewer, two threads would own an element, and one could read the other's write
     groups = max(min(tile.block, next_power_of_2(vocabulary)) // 8, 32 * tile.num_warps)
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    lse = torch.empty_like(loss)
     values = {
         name: torch.empty(rows, dtype=torch.uint8, device=logits.device)
         if name == "is_top1"
@@ -285,7 +259,7 @@ def _launch(logits, labels, ignore_index, softcap, scale, factors, tile, wanted=
     launch(
         loss_and_grad_kernel,
         (rows,),
-        *(logits, labels, loss, lse),
+        *(logits, labels, loss),
         labels if factors is None else factors,
         *(values.get(name, loss) for name in STATISTICS),
         *(labels if entropy_factors is None else entropy_factors, logits.stride(0), ignore_index),
@@ -298,4 +272,4 @@ def _launch(logits, labels, ignore_index, softcap, scale, factors, tile, wanted=
     )
     if "is_top1" in values:
         values["is_top1"] = values["is_top1"] == 1
-    return loss, lse, values
+    return loss, values

@@ -66,7 +66,7 @@ def unsloth():
 def template(**options):
     def prepare(logits, labels):
         own = logits.clone()
-        return lambda: (own, cross_entropy.loss_and_grad_(own, labels, **options)[0])
+        return lambda: (own, cross_entropy.loss_and_grad_(own, labels, **options))
 
     return Before(prepare)
 

@@ -278,7 +278,7 @@ def axes(many=1, batch=1, device="cpu"):
         ),
         "cross_entropy": (lambda z, y: cross_entropy.loss_and_grad_(z, y), [e(8 * many, 128256), labels]),
         "cross_entropy_all": (
-            lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4),
+            lambda z, y: cross_entropy.loss_and_grad_(z, y, softcap=30.0, label_smoothing=0.1),
             [e(8 * many, 49152), labels],
         ),
         "cross_entropy_rows": (

@@ -312,7 +312,7 @@ def _by_template(
         losses, values = cross_entropy.statistics_and_grad_(logits, target, names, entropy_factors=rises, **how)
         return losses, logits, values
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return cross_entropy.loss_and_grad_(logits, target, **options, **how)[0], logits, {}
+    return cross_entropy.loss_and_grad_(logits, target, **options, **how), logits, {}
 
 
 def by_torch(
