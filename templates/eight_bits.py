@@ -20,6 +20,7 @@ import triton.language as tl
 from . import _tiles
 from ._launch import launch, next_power_of_2
 from ._nf4_kernel import block_scale, code_value
+from .nf4 import NESTED_BLOCK
 
 __all__ = ["begin_weight", "quantize_rows", "write_dense", "write_nf4"]
 
@@ -339,14 +340,13 @@ def write_nf4(
     absmax_code=None,
     absmax_scale=None,
     absmax_offset=None,
-    absmax_blocksize=256,
     tile=None,
 ):
     """Put a 4-bit weight, or its transpose, into an operand, without conversion to bf16.
 
     Args:
         packed: uint8, contiguous, starts at a multiple of 4 bytes. This and absmax, blocksize, quant_type,
-            absmax_code, absmax_scale, absmax_offset and absmax_blocksize: as for ``nf4.dequantize``.
+            absmax_code, absmax_scale and absmax_offset: as for ``nf4.dequantize``.
         shape: [N, K] of the weight; 8 divides K.
         scales: fp32, as many as ``out`` has rows, by which these are divided.
         out: e4m3 or int8 [rows, width], contiguous. Written from (row, column) on.
@@ -367,7 +367,7 @@ def write_nf4(
         nf4_kernel,
         (triton.cdiv(n, tile.rows), triton.cdiv(k, tile.block)),
         *(packed, absmax, absmax_code, absmax_scale, absmax_offset, scales, out, n, row, column),
-        **dict(K=k, WIDTH=out.stride(0), BLOCKSIZE=blocksize, ABSMAX_BLOCK=absmax_blocksize),
+        **dict(K=k, WIDTH=out.stride(0), BLOCKSIZE=blocksize, ABSMAX_BLOCK=NESTED_BLOCK),
         **dict(NESTED=absmax_code is not None, FP4=quant_type == "fp4", TRANSPOSED=transposed),
         **dict(BY_COLUMN=by_column, ROWS=tile.rows, COLUMNS=tile.block, num_warps=tile.num_warps),
     )

@@ -26,6 +26,7 @@ __all__ = ["Adapter", "Weight", "dequantize", "dequantize_siblings"]
 
 
 SIBLINGS = 3  #: weights a launch
+NESTED_BLOCK = 256  #: blocks that share a ``scale`` of double quantisation
 EXTRA_ROWS = 64
 
 
@@ -56,7 +57,6 @@ def dequantize_siblings(
     *,
     blocksize=64,
     quant_type="nf4",
-    absmax_blocksize=256,
     row=0,
     tile=None,
 ):
@@ -71,7 +71,6 @@ def dequantize_siblings(
             that [X | XA | 0] times its transpose is the adapted product. Without, columns behind k stay as they are.
         blocksize: weights a block.
         quant_type: "nf4" or "fp4".
-        absmax_blocksize: blocks that share a ``scale`` of double quantisation.
         row: the first of the rows that are written.
         tile: a ``_tiles.Tile`` in place of the table's.
 
@@ -84,13 +83,13 @@ def dequantize_siblings(
     for start in range(0, len(weights), SIBLINGS):
         some, theirs = weights[start : start + SIBLINGS], adapters[start : start + SIBLINGS]
         _start(
-            *(some, theirs, k, out, row, tile, per_word, blocksize, absmax_blocksize),
+            *(some, theirs, k, out, row, tile, per_word, blocksize),
             *(_is_fp4(quant_type), out.shape[1] - k if adapters else 0),
         )
         row += sum(w.rows for w in some)
 
 
-def _start(weights, adapters, k, out, row, tile, per_word, blocksize, absmax_blocksize, fp4, ranks):
+def _start(weights, adapters, k, out, row, tile, per_word, blocksize, fp4, ranks):
     arguments, ranked, main, extra = [], {}, [0], [0]
     for i in range(SIBLINGS):
         adapter = adapters[i] if i < len(adapters) else None
@@ -130,7 +129,7 @@ def _start(weights, adapters, k, out, row, tile, per_word, blocksize, absmax_blo
         out,
         *mains,
         *extras[:2],
-        **dict(K=k, LDO=out.stride(0), BLOCKSIZE=blocksize, ABSMAX_BLOCK=absmax_blocksize),
+        **dict(K=k, LDO=out.stride(0), BLOCKSIZE=blocksize, ABSMAX_BLOCK=NESTED_BLOCK),
         **dict(NESTED=weights[0].code is not None, FP4=fp4, RANKS=ranks),
         RANKS_POW2=next_power_of_2(max(ranks, 1)),
         **ranked,
@@ -150,7 +149,6 @@ def dequantize(
     absmax_code=None,
     absmax_scale=None,
     absmax_offset=None,
-    absmax_blocksize=256,
     tile=None,
 ):
     """One packed weight, bit-equal to bitsandbytes' (arXiv:2305.14314).
@@ -162,7 +160,6 @@ def dequantize(
         dtype: bf16, fp16 or fp32.
         blocksize: weights a block.
         quant_type: "nf4" or "fp4".
-        absmax_blocksize: blocks that share an absmax_scale.
         tile: a ``_tiles.Tile`` in place of the table's.
 
     Returns:
@@ -179,7 +176,6 @@ def dequantize(
         out,
         blocksize=blocksize,
         quant_type=quant_type,
-        absmax_blocksize=absmax_blocksize,
         tile=tile,
     )
     return out

@@ -125,9 +125,7 @@ TEMPLATE = (
 LEAST_BLOCK = 8  #: weights of a word, which the template reads at once
 
 
-def _refuse_template(
-    packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype
-) -> Note | None:
+def _refuse_template(packed, absmax, absmax_code, blocksize, dtype) -> Note | None:
     if reason := refuse_gpu(packed, absmax, made=dtype):
         return reason
     if not packed.is_contiguous():
@@ -137,28 +135,16 @@ def _refuse_template(
 
 
 @dequantize_4bit.provider("triton", because=TEMPLATE, refuses=_refuse_template)
-def _(packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype):
+def _(*, rows, columns, **packed):
     from tunecompile.templates import nf4
 
-    return nf4.dequantize(
-        packed,
-        absmax,
-        (rows, columns),
-        dtype,
-        blocksize=blocksize,
-        quant_type=quant_type,
-        absmax_code=absmax_code,
-        absmax_scale=absmax_scale,
-        absmax_offset=absmax_offset,
-    )
+    return nf4.dequantize(shape=(rows, columns), **packed)
 
 
 BITSANDBYTES = "its own kernel; generated code looks each level up in a table"
 
 
-def _refuse_bitsandbytes(
-    packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, columns, blocksize, quant_type, dtype
-) -> Note | None:
+def _refuse_bitsandbytes(packed, columns, blocksize, dtype) -> Note | None:
     if not hasattr(torch.ops.bitsandbytes, "dequantize_4bit"):
         return note("bitsandbytes-not-loaded")
     if BLOCKS_ACROSS_ROWS.present and not on_gpu(packed) and columns % blocksize:
