@@ -66,9 +66,9 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         "rms_norm_wide": ["dx"],
         "rms_norm_backward": ["dweight", "dx"],
         "rms_norm_heads": ["dx"],
-        **dict.fromkeys(["attention", "attention_wide", "attention_branches"], ["logsumexp", "out"]),
-        **dict.fromkeys(["attention_keys", "attention_branches_keys"], ["dk", "dv"]),
-        **dict.fromkeys(["attention_queries", "attention_branches_queries"], ["dq"]),
+        **{f"attention{kind}": ["logsumexp", "out"] for kind in ("", "_wide", "_branches", "_dropped")},
+        **{f"attention{kind}_keys": ["dk", "dv"] for kind in ("", "_branches", "_dropped")},
+        **{f"attention{kind}_queries": ["dq"] for kind in ("", "_branches", "_dropped")},
         "causal_softmax": ["logsumexp", "sums", "weights"],
         "causal_softmax_backward": ["dscores", "weights"],
         **dict.fromkeys(
