@@ -38,7 +38,9 @@ def test_what_is_trained_and_in_nf4(mode):
     assert bool(packed) == (mode == "qlora")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["wan-tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux-tiny", "qwen-image-tiny"))]
+)
 def test_a_plan_of_an_image(name):
     small, large = (
         multi_gpu.plan(Question(name, "lora", 1, length, find_gpu("h200"), gpus=2, rank=4)) for length in (64, 256)

@@ -118,10 +118,8 @@ CASES = {
 }
 
 
-QUICK = "bf16, adapters in fp32, checkpoints"
-
-
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (QUICK != name)) for name in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_the_loop_of_a_script(case, tmp_path, monkeypatch):
     door, *settings = CASES[case]
     monkeypatch.setattr(loops, "_door", [])

@@ -31,18 +31,10 @@ def matched(report):
     return tuple({m.family: m.rewritten for m in report.matches}.get(family, 0) for family in FAMILIES)
 
 
-@pytest.mark.parametrize("make", [flux, wan])
+@pytest.mark.parametrize(
+    "make", [flux, *(pytest.param(make, marks=pytest.mark.slow) for make in (qwen_image, wan, sd3))]
+)
 def test_gradients_at_every_size_are_those_of_eager(make):
-    assert_as_eager(make)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [qwen_image, sd3])
-def test_gradients_of_other_models_are_those_of_eager(make):
-    assert_as_eager(make)
-
-
-def assert_as_eager(make):
     model = adapted(make)
     expected = [step(model, batch(make, **size)) for size in SIZES]
     tunecompile.optimize(model, executor="eager")
@@ -65,31 +57,13 @@ def test_batches_of_one_row_have_one_graph():
     assert {region.compiles for region in tunecompile.report(model).regions} == {1}
 
 
-def test_checkpoints_around_blocks_are_a_budget():
-    """diffusers' model calls the checkpoint, and not its blocks."""
-    model = adapted(wan, **FEW)
-    expected = step(model, batch(wan))
-    model.enable_gradient_checkpointing()
-    function = model._gradient_checkpointing_func
-    tunecompile.optimize(model, executor="eager")
-    assert_close(step(model, batch(wan)), expected)
-    assert find(model, "checkpointing-is-budget"), tunecompile.report(model).notes
-    assert {region.compiles for region in tunecompile.report(model).regions} == {1}
-    model.disable_gradient_checkpointing()
-    assert_close(step(model, batch(wan)), expected)
-    assert not find(model, "checkpointing-is-budget")
-    model.enable_gradient_checkpointing(function)
-    assert_close(step(model, batch(wan)), expected)
-    tunecompile.restore(model)
-    assert model._gradient_checkpointing_func is function
-
-
-def test_frozen_weights_in_nf4():
-    """With checkpointing, from which a plan is made."""
+def test_checkpoints_around_blocks_in_nf4_are_a_budget():
+    """diffusers' model calls the checkpoint, and not its blocks. A plan is made from it, until it is switched off."""
     pytest.importorskip("bitsandbytes")
-    model = adapted(wan, in_nf4)
+    model = adapted(wan, in_nf4, **FEW)
     expected = [step(model, batch(wan, **size)) for size in SIZES[:2]]
     model.enable_gradient_checkpointing()
+    function = model._gradient_checkpointing_func
     tunecompile.optimize(model, executor="eager")
     for size, each in zip(SIZES, expected):
         assert_close(step(model, batch(wan, **size)), each)
@@ -98,8 +72,16 @@ def test_frozen_weights_in_nf4():
     assert (found.found, found.rewritten) == (10, 10), report
     assert {region.compiles for region in report.regions} == {1} and not find(report, *EAGER, *BROKEN), report
     assert find(report, "checkpointing-is-budget"), report.notes
+    model.disable_gradient_checkpointing()
+    assert_close(step(model, batch(wan)), expected[0])
+    assert not find(model, "checkpointing-is-budget")
+    model.enable_gradient_checkpointing(function)
+    assert_close(step(model, batch(wan)), expected[0])
+    tunecompile.restore(model)
+    assert model._gradient_checkpointing_func is function
 
 
+@pytest.mark.slow
 def test_a_step_is_verified():
     def error(model, given):
         return torch.nn.functional.mse_loss(model(**given["inputs"])[0], given["noise"])

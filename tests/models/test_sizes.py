@@ -53,6 +53,7 @@ def test_all_numbers_of_tokens():
     assert ("lora_mlp_backward", "joined") in graph.providers
 
 
+@pytest.mark.slow
 def test_recurrences():
     model = in_half(hybrids.adapt(hybrids.make("mamba", torch.bfloat16), r=8))
     traced(model)
