@@ -29,7 +29,7 @@ def test_layers_count_a_prefix_once():
 
 
 @pytest.mark.parametrize(
-    "kind, adapters, code", [("qwen3_5", {}, "prefix-uncounted"), ("llama", {"lora_dropout": 0.1}, "prefixes-kept")]
+    "kind, adapters, code", [("lfm2", {}, "prefix-uncounted"), ("llama", {"lora_dropout": 0.1}, "prefixes-kept")]
 )
 def test_others_count_each_row_and_say_why(kind, adapters, code):
     """Recurrences read whole rows, which is not estimated; dropout draws in each copy."""

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed, padded
-from tests.support.models.pairs import attending, of_plain_layers, optimized, pair
+from tests.support.models.pairs import adapted_layers, attending, of_plain_layers, optimized, pair
 from tests.support.notes import EAGER, find, has
 from tunecompile.integrations.transformers import gives_cache
 from tunecompile.runtime.loss_head.deferred import LazyTensor
@@ -246,7 +246,7 @@ def losses(model: torch.nn.Module, evaluated: bool, rows: tuple = (padded, zoo.b
 def test_steps_between_evaluations_are_the_same_to_the_bit():
     """With dropout of adapters."""
     pytest.importorskip("peft")
-    plain = zoo.adapt(attending(), target_modules=["q_proj"], lora_dropout=0.2)
+    plain = adapted_layers(lora_dropout=0.2)
     alone, between = (optimized(copy.deepcopy(plain)) for _ in range(2))
     assert losses(alone, False) == losses(between, True)
     assert graphs(between)["training"] == graphs(alone)["training"] and graphs(between)["evaluation"] <= 3

@@ -9,7 +9,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, pair
 from tests.support.notes import has
 from tunecompile.runtime.layers import norm_slot
 from tunecompile.runtime.layers.norm_slot import NormSlot
@@ -48,7 +48,7 @@ class Shared:
 
 
 def build(kind: type, of_result: bool) -> torch.nn.Module:
-    model, shared = zoo.make("llama", num_hidden_layers=2), Shared()
+    model, shared = attending(), Shared()
     for layer in model.model.layers:
         layer.__class__, layer.of_result, layer.shared = kind, of_result, shared
     return model

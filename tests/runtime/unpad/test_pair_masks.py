@@ -14,7 +14,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed, padded
 from tests.support.compare import assert_same_flattened
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, pair
 from tests.support.reports import flattened, told_apart
 from tunecompile._torch.autograd import plain_functions
 from tunecompile.runtime.unpad import documents
@@ -331,7 +331,7 @@ def test_no_mask_of_all_pairs_is_made(largest, monkeypatch):
     length = 256
     monkeypatch.setattr(MaskCell, "real", lambda cell: pytest.fail("a mask was made"))
 
-    model, reference = pair(lambda: zoo.make("mistral", use_cache=False, sliding_window=6, num_hidden_layers=2))
+    model, reference = pair(lambda: attending(family="mistral", use_cache=False, sliding_window=6))
     for inputs in (zoo.batch(256, 1, length), padded(3, length, seed=1), packed((100, length - 100))):
         assert_same_flattened(model, reference, inputs)
         assert 0 < largest.found < length * length

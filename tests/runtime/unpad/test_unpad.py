@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_steps_evaluation_and_generation():
-    model, reference = pair(lambda: zoo.make("llama"))
+    model, reference = pair()
     for seed in range(2):
         assert_same_flattened(model, reference, padded(3 + seed, 20 + seed, "right", seed))
     assert flattened(model) == 2 and tunecompile.report(model).compiles == 1

@@ -11,7 +11,7 @@ from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_close
 from tests.support.models import hybrids
-from tests.support.models.pairs import pair
+from tests.support.models.pairs import attending, pair
 from tests.support.notes import fell_back, has
 from tests.support.rounding import Shapes, kernels_have_windows, whole
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
@@ -30,14 +30,6 @@ def shapes(monkeypatch):
     return Shapes.of(monkeypatch)
 
 
-def both_ways():
-    """A model whose attention sees all tokens where it has no mask."""
-    model = zoo.make("llama")
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = False
-    return model
-
-
 def masked(batch: dict) -> dict:
     """With a mask of ones, as collators give it."""
     return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
@@ -50,7 +42,7 @@ def follow(ours, plain, batches, **limits) -> None:
 
 def test_two_graphs_serve_all_batches(shapes):
     """GPT-2's layers are given their mask by position."""
-    ours, plain = pair(lambda: zoo.make("llama").double())
+    ours, plain = pair(lambda: attending().double())
     follow(ours, plain, [whole(20), padded(), padded(3, 24, "left"), whole(24), whole(9, 5), whole(20)], **EXACT)
     rows = [shape for shape in shapes.last(6) if shape[0] != 1]
     assert rows == [(2, 20, 64)] * 2  # the first ones, which have constant sizes
@@ -61,7 +53,7 @@ def test_two_graphs_serve_all_batches(shapes):
 
 def test_one_graph_serves_all_batches_where_padded_ones_come_first(shapes):
     """A model that is given a mask of ones leaves it out where it may know."""
-    ours, plain = pair(lambda: zoo.make("llama").double())
+    ours, plain = pair(lambda: attending().double())
     batches = [padded(), masked(whole(20)), padded(3, 24, "left"), masked(whole(9, 5)), padded(), masked(whole(20))]
     follow(ours, plain, batches, **EXACT)
     assert all(shape[0] == 1 for shape in shapes.last(len(batches)))
@@ -72,7 +64,7 @@ def test_one_graph_serves_all_batches_where_padded_ones_come_first(shapes):
 
 def test_windows_that_are_constants_of_graphs(shapes):
     """No row is as long as the first one. Of rows longer than the second the model makes a mask itself."""
-    ours, plain = pair(lambda: zoo.make("mistral", sliding_window=32).double())
+    ours, plain = pair(lambda: attending(family="mistral", sliding_window=32).double())
     follow(ours, plain, [whole(20), padded(), padded(3, 24, "left"), whole(24), whole(9, 5), whole(20)], **EXACT)
     assert tunecompile.report(ours).regions[0].compiles == 2 and not fell_back(ours)
     assert has(ours, "padding-removed", count=2) and has(ours, "whole-by-padded", count=2)

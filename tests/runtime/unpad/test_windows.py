@@ -7,7 +7,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_same_flattened
-from tests.support.models.pairs import pair, without_mlps
+from tests.support.models.pairs import attending, pair
 from tests.support.reports import as_documents, flattened
 from tests.support.rounding import Shapes, kernels_have_windows, waited_for, whole
 
@@ -24,11 +24,13 @@ def kernels(monkeypatch):
     kernels_have_windows(monkeypatch)
 
 
+def windowed():
+    return attending(family="mistral", sliding_window=WINDOW, use_cache=False)
+
+
 def test_they_run_as_documents():
     """Steps of one size, so that masks are presumed in the end; then others, with padding among them, and shorter rows."""
-    model, reference = pair(
-        lambda: zoo.make("mistral", sliding_window=WINDOW, num_hidden_layers=2, use_cache=False).double()
-    )
+    model, reference = pair(lambda: windowed().double())
     for seed in range(5):
         assert_same_flattened(model, reference, zoo.batch(256, 2, 20, seed=seed), limit=1e-6)
     for inputs in (whole(28, 3), padded(3, 25), whole(WINDOW), whole(35), whole(20)):
@@ -51,9 +53,7 @@ def test_full_layers_beside_them_are_rounded_up(monkeypatch):
 
 def test_somebody_who_looks_gets_whole_rows():
     """And nothing is told of it: the mask says the same."""
-    model, reference = pair(
-        lambda: without_mlps(zoo.make("mistral", sliding_window=WINDOW, num_hidden_layers=2, use_cache=False))
-    )
+    model, reference = pair(windowed)
     seen = []
     for each in (model, reference):
         each.model.layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape[:2]))

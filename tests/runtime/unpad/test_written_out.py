@@ -81,9 +81,7 @@ def test_whole_rows_are_presumed_and_others_are_run_again(monkeypatch):
     waits, read = [], decision.read_mask
     monkeypatch.setattr(decision, "read_mask", lambda *given: waits.append(1) or read(*given))
     monkeypatch.setattr(search, "FEW", 1000)  # looks for prefixes that rows share wait, too
-    model, reference = pair(
-        lambda: zoo.make("llama", num_hidden_layers=2, use_cache=False, attn_implementation="eager")
-    )
+    model, reference = pair(lambda: attending(use_cache=False, attn_implementation="eager"))
     for seed in range(AFTER + 2):
         assert_same_flattened(model, reference, zoo.batch(256, 2, 16, seed=seed))
         assert len(waits) == min(seed + 1, AFTER)
