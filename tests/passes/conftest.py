@@ -9,8 +9,9 @@ from tunecompile.ops import lora_mlp
 
 @pytest.fixture(autouse=True)
 def one_case_through_the_whole_backend(request):
-    """Every case runs through the recognise passes, values and gradients compared. The first of a test also runs through
-    AOTAutograd, plan and lowering, which takes most of the time; with the slow tests, all of them do."""
+    """Every case runs through the recognise passes, values and gradients compared. The first of a test is captured by
+    Dynamo and also runs through AOTAutograd, plan and lowering, which takes most of the time; with the slow tests, all
+    of them do. Others are captured without Dynamo where symbols tell what they do (tests/support/passes/captured.py)."""
     indices = request.node.callspec.indices.values() if hasattr(request.node, "callspec") else ()
     slow = request.node.get_closest_marker("slow") is not None
     everything = slow or "not slow" not in (request.config.getoption("markexpr") or "")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph
 
+from tests.support.passes.captured import captured_or_none
 from tunecompile._torch.fake_tensors import copied
 from tunecompile.compiler.backend import Backend
 from tunecompile.compiler.pass_manager import Context, run_stage
@@ -127,7 +128,9 @@ def assert_same(got, expected, tol):
 def check(fn, *args, passes, expect=None, tol=1e-5, parameters=(), dynamic=None, rows=(), whole=None) -> Seen:
     """Run eagerly, through the passes alone, and through the whole backend; all must agree. `expect`: ops in the graph.
     `rows`: dims of the first argument that are symbols; `dynamic=True` makes all sizes and floats symbols.
-    `whole`: whether it goes through the whole backend, AOTAutograd included; by default as `whole_backend` says."""
+    `whole`: whether it goes through the whole backend, AOTAutograd included; by default as `whole_backend` says,
+    and where that says no, Dynamo captures what symbols do not tell, and nothing else."""
+    by_dynamo = whole is not None or whole_backend.get() or bool(rows) or dynamic is not None
     whole = whole_backend.get() if whole is None else whole
     expected = results(fn, args, parameters)
     recorder = Recorder(passes)
@@ -135,13 +138,14 @@ def check(fn, *args, passes, expect=None, tol=1e-5, parameters=(), dynamic=None,
     if whole:
         backends.append(Backend("test", PIPELINE, "eager"))
     running = 0
+    torch._dynamo.reset()
 
     def by_turns(gm, inputs):  # Dynamo traces once for all of them
         compiled = [backend(gm, inputs) for backend in backends]
         return lambda *values: compiled[running](*values)
 
-    torch._dynamo.reset()
-    compiled = torch.compile(fn, backend=by_turns, dynamic=dynamic)
+    gm = None if by_dynamo else captured_or_none(fn, args)
+    compiled = torch.compile(fn, backend=by_turns, dynamic=dynamic) if gm is None else by_turns(gm, args)
     for running in range(len(backends)):
         got = results(compiled, args, parameters, rows)
         assert_same(got[0] + got[1], expected[0] + expected[1], tol)
