@@ -41,22 +41,21 @@ def anatomy(model: nn.Module) -> dict:
 # -- what stays ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_model_stays_what_it_was():
+def identity(model: nn.Module) -> tuple:
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    return type(model), list(model.state_dict()), [id(p) for p in model.parameters()], modules
+
+
+def test_the_model_stays_what_it_was_and_is_restored_exactly():
+    """Optimizing twice is optimizing once."""
     model = small()
-    kind, keys, parameters = type(model), list(model.state_dict()), [id(p) for p in model.parameters()]
-    modules = [(name, type(m)) for name, m in model.named_modules()]
+    before, parts = anatomy(model), identity(model)
     assert optimized(model) is model
+    attached = anatomy(model)
+    assert optimized(model) is model and anatomy(model) == attached != before
     zoo.step(model, zoo.batch())
-    assert type(model) is kind and list(model.state_dict()) == keys
-    assert [id(p) for p in model.parameters()] == parameters and [
-        (n, type(m)) for n, m in model.named_modules()
-    ] == modules
-
-
-def test_optimizing_twice_is_optimizing_once():
-    model = optimized(small())
-    before = anatomy(model)
-    assert optimized(model) is model and anatomy(model) == before
+    assert identity(model) == parts and anatomy(model) != before
+    assert tunecompile.restore(model) is model and anatomy(model) == before
 
 
 def test_other_settings_of_an_optimized_model_are_told_of(caplog):
@@ -112,19 +111,6 @@ def test_errors_name_cause_and_mend():
     tunecompile.restore(optimized(model))
     with pytest.raises(NotOptimized):
         tunecompile.restore(model)
-
-
-# -- restore ------------------------------------------------------------------------------------------------------------
-
-
-def test_restore_undoes_exactly():
-    model = small()
-    before = anatomy(model)
-    optimized(model)
-    zoo.step(model, zoo.batch())
-    assert anatomy(model) != before
-    assert tunecompile.restore(model) is model
-    assert anatomy(model) == before
 
 
 # -- copies and files ---------------------------------------------------------------------------------------------------
