@@ -193,7 +193,7 @@ def test_an_evaluation_does_not_pack_4_bit_weights():
 def test_a_users_cache_is_left_alone(name):
     from transformers import DynamicCache
 
-    model, reference = small(), small()
+    model, reference = attending(), attending()
     if name not in inspect.signature(reference.forward).parameters and name == "cache":
         pytest.skip("the name of transformers 5.24")
     optimized(model).train(), reference.train()
@@ -210,7 +210,7 @@ def test_a_users_cache_is_left_alone(name):
 
 def test_layers_in_a_loop():
     """By default the model makes a cache, in which a second call of a layer finds the keys of the first."""
-    model = small().train()
+    model = attending().train()
     first, second = model.model.layers
     model.model.layers = nn.ModuleList([first, second, first, second])
     model.config.num_hidden_layers = 4

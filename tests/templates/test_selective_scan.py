@@ -8,7 +8,6 @@ from tests.support.ops.recurrent import selective_operands, selective_recurrence
 from tunecompile.ops.recurrent.documents import document_of  # noqa: E402
 from tunecompile.templates.recurrent import selective_scan  # noqa: E402
 
-ON_GPU = torch.cuda.is_available()
 CASES = {  # rows, tokens, channels, states; offsets
     "documents": ((1, 40, 5, 2), [0, 3, 32, 33, 38]),
     "rows, three states": ((2, 40, 9, 3), None),

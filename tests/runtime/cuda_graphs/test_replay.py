@@ -13,7 +13,7 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.memory.cpu_recorder import CpuRecorder
-from tests.support.models.pairs import of_plain_layers
+from tests.support.models.pairs import attending, of_plain_layers
 from tests.support.notes import find, has
 from tests.support.stacks import once, same
 from tunecompile.runtime.cuda_graphs import recorded_graph, replay, stacks
@@ -54,7 +54,7 @@ def warm(model, steps: int = 5, **batch) -> int:
 
 @pytest.mark.usefixtures("pair")
 def test_every_step_is_right_before_while_and_after_recording():
-    reference = adapted(zoo.make("llama"), "q_proj", "v_proj")
+    reference = adapted(attending(num_hidden_layers=3), "q_proj", "v_proj")
     model = tunecompile.optimize(copy.deepcopy(reference), executor="eager")
     for seed in range(8):
         same((model, reference), lambda m: once(m, seed=seed))
