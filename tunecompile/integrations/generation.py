@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tunecompile._torch.distributed import several
 from tunecompile._torch.modules import global_hooks, is_of
-from tunecompile.integrations.transformers import CACHES, holds_tokens, is_cache
+from tunecompile.integrations.transformers import CACHES, KEPT, holds_tokens, is_cache
 from tunecompile.notes import Note, note
 
 #: processors of scores that read nothing but scores, and that a recording may hold
@@ -173,29 +173,6 @@ def cache_name(kwargs: dict[str, Any]) -> str:
     return next((name for name in CACHES if kwargs.get(name) is not None), CACHES[0])
 
 
-def static_cache(model: Any, length: int) -> Any:
-    """An empty cache in fixed memory, in which nothing follows from numbers of the host.
-
-    Layers with windows keep all tokens, too: transformers' own class for them counts tokens on the host, and rolls its
-    memory from a certain token on. The mask has the window.
-
-    Args:
-        model: whose configuration says of which kind each layer's part is.
-        length: of the longest row, in tokens.
-    """
-    from transformers import StaticCache, cache_utils
-
-    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
-    whole = {
-        "StaticSlidingWindowLayer": "StaticLayer",
-        "LinearAttentionAndStaticSlidingWindowAttentionLayer": "LinearAttentionAndStaticFullAttentionLayer",
-    }
-    for index, layer in enumerate(cache.layers):
-        if (name := whole.get(type(layer).__name__)) is not None:
-            cache.layers[index] = getattr(cache_utils, name)(max_cache_len=length)
-    return cache
-
-
 def by_rows(kwargs: dict[str, Any]) -> bool:
     """Whether it is known which of a prompt's arguments have values of single rows."""
     plain = (bool, int, float, str)
@@ -205,28 +182,15 @@ def by_rows(kwargs: dict[str, Any]) -> bool:
     )
 
 
-def rows_of(kwargs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """These arguments for some rows. rows: int64, their numbers."""
+def rows_of(kwargs: dict[str, Any], rows: Tensor, begin: int = 0) -> dict[str, Any]:
+    """These arguments for some rows, from a column on. rows: int64, their numbers."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    made = {} if mask is None else {"attention_mask": mask[rows]}
+    made = {} if mask is None else {"attention_mask": mask[rows, begin:]}
     # [rows, T], or with a dimension of images' axes in front; one row may be for all
-    if positions is not None and positions.shape[-2] > 1:
-        made["position_ids"] = positions.index_select(-2, rows)
+    if positions is not None:
+        positions = positions[..., begin:]
+        made["position_ids"] = positions.index_select(-2, rows) if positions.shape[-2] > 1 else positions
     return made
-
-
-def repeat_rows(cache: Any, rows: Tensor) -> None:
-    """Put rows of a cache in the place of its rows. rows: int64, the number of each new one among the old ones."""
-
-    def repeated(value: Any) -> Any:
-        return value.index_select(0, rows) if isinstance(value, Tensor) and value.dim() > 1 else value
-
-    for layer in cache.layers:
-        held = vars(layer)
-        for name, value in list(held.items()):
-            held[name] = {k: repeated(v) for k, v in value.items()} if type(value) is dict else repeated(value)
-        if "batch_size" in held:
-            held["batch_size"] = len(rows)
 
 
 def split_criteria(criteria: Iterable[Any]) -> tuple[Tensor | None, list[Any]]:
@@ -367,7 +331,7 @@ class LayerParts:
     def tokens(self, number: int) -> Iterator[Tensor]:
         """Keys and values of a layer's part, [rows, heads, length, width]; none of a recurrence."""
         held = vars(self.cache.layers[number])
-        yield from (held[name] for name in ("keys", "values") if isinstance(held.get(name), Tensor))
+        yield from (held[name] for name in KEPT if isinstance(held.get(name), Tensor))
 
     def tensors(self, number: int) -> Iterator[Tensor]:
         """The memory of a layer's part."""

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -113,3 +114,89 @@ def _late_cache() -> type:
             return self
 
     return LateCache
+
+
+def static_cache(model: Any, length: int) -> Any:
+    """An empty cache in fixed memory, in which nothing follows from numbers of the host.
+
+    Layers with windows keep all tokens, too: transformers' own class for them counts tokens on the host, and rolls its
+    memory from a certain token on. The mask has the window.
+
+    Args:
+        model: whose configuration says of which kind each layer's part is.
+        length: of the longest row, in tokens.
+    """
+    from transformers import StaticCache, cache_utils
+
+    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
+    whole = {
+        "StaticSlidingWindowLayer": "StaticLayer",
+        "LinearAttentionAndStaticSlidingWindowAttentionLayer": "LinearAttentionAndStaticFullAttentionLayer",
+    }
+    for index, layer in enumerate(cache.layers):
+        if (name := whole.get(type(layer).__name__)) is not None:
+            cache.layers[index] = getattr(cache_utils, name)(max_cache_len=length)
+    return cache
+
+
+#: layers of caches whose memory has rows as its first dimension, and tokens in keys and values alone
+_OF_ROWS = {"StaticLayer", "LinearAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer"}
+KEPT = ("keys", "values")  #: [rows, heads, tokens, width] of such a layer
+
+
+def takes_parts(cache: Any) -> bool:
+    """Whether rows of other caches can be put into an empty cache."""
+    return all(type(layer).__name__ in _OF_ROWS for layer in cache.layers)
+
+
+def put_rows(cache: Any, part: Any, rows: Tensor, count: int, tokens: int) -> None:
+    """Put a part's rows into a cache, as those of so many tokens: what the part lacks in front is padding.
+
+    Args:
+        cache: `takes_parts`. It has memory from the first part on.
+        part: of the same model, with rows that a prompt has filled.
+        rows: int64, the number of each among the cache's.
+        count: of the cache's rows.
+        tokens: of all rows, padding included.
+    """
+
+    for layer, filled in zip(cache.layers, part.layers, strict=True):
+        held = vars(layer)
+        for name, value in vars(filled).items():
+            if name in KEPT and isinstance(value, Tensor):
+                before = held.get(name)
+                if before is None:
+                    before = held[name] = value.new_zeros(count, value.shape[1], layer.max_cache_len, value.shape[3])
+                before[rows, :, tokens - value.shape[2] : tokens] = value
+            elif name == "cumulative_length":
+                held[name] = torch.full_like(value, tokens)
+            elif name == "batch_size":
+                held[name] = count
+            elif name != "max_cache_len":
+                held[name] = _with_rows(held.get(name), value, rows, count)
+
+
+def _with_rows(whole: Any, value: Any, rows: Tensor, count: int) -> Any:
+    """What a cache holds of a recurrence, with a part's rows; any other value is the part's."""
+    if isinstance(value, dict):
+        before = whole or {}
+        return {key: _with_rows(before.get(key), each, rows, count) for key, each in value.items()}
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return value
+    made = value.new_zeros(count, *value.shape[1:]) if not isinstance(whole, Tensor) else whole
+    made[rows] = value
+    return made
+
+
+def repeat_rows(cache: Any, rows: Tensor) -> None:
+    """Put rows of a cache in the place of its rows. rows: int64, the number of each new one among the old ones."""
+
+    def repeated(value: Any) -> Any:
+        return value.index_select(0, rows) if isinstance(value, Tensor) and value.dim() > 1 else value
+
+    for layer in cache.layers:
+        held = vars(layer)
+        for name, value in list(held.items()):
+            held[name] = {k: repeated(v) for k, v in value.items()} if type(value) is dict else repeated(value)
+        if "batch_size" in held:
+            held["batch_size"] = len(rows)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tunecompile.runtime.rollouts import prompt
 from tunecompile.runtime.rollouts.choice import Choice
 from tunecompile.runtime.rollouts.decode_step import Rows
 
@@ -36,3 +37,17 @@ def test_one_row_without_a_distribution_is_told():
     choice.pick(torch.zeros(2, 3))
     with pytest.raises(RuntimeError, match="probability tensor"):
         choice.check()
+
+
+@pytest.mark.parametrize(
+    ("begins", "found"),
+    [
+        ([0, 0, 0], [([0, 1, 2], 0)]),
+        ([7, 0, 4], [([1, 2], 0), ([0], 7)]),  # less than half as long
+        ([3, 5, 4], [([0, 2, 1], 3)]),
+        ([0] * 5, [([0, 1], 0), ([2, 3], 0), ([4], 0)]),  # as many tokens as a group has
+    ],
+)
+def test_rows_of_similar_lengths_are_computed_together(begins, found, monkeypatch):
+    monkeypatch.setattr(prompt, "TOKENS", 33 if len(begins) == 3 else 24)
+    assert prompt.groups(begins, 11) == found

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunecompile.integrations import generation
+from tunecompile.integrations import generation, transformers
 from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.cuda_graphs.capture import CudaRecorder, Recorder
 from tunecompile.runtime.model_state import State, give_back
@@ -161,7 +161,7 @@ class _Run:
         if (why := generation.why_left(self.model, self.config, self.kwargs, self.longest)) is not None:
             return why
         length = -(-self.longest // ROUND) * ROUND
-        self.cache = generation.static_cache(self.model, length)
+        self.cache = transformers.static_cache(self.model, length)
         if not self.cache.is_compileable:
             return note("generation-cache", "one that grows")
         if self.config.return_dict_in_generate and not generation.can_be_returned(self.cache):
@@ -219,7 +219,7 @@ class _Run:
     def _cut(self, step: DecodeStep, tail: Tail, fewer: int) -> DecodeStep:
         """The step of rows that have not ended, whose number is `fewer`."""
         rows = tail.cut(fewer)
-        generation.repeat_rows(self.cache, rows)
+        transformers.repeat_rows(self.cache, rows)
         self.kwargs = {**step.kwargs, **generation.rows_of(step.kwargs, rows)}
         self.choice.among = len(tail.all.tokens), tail.numbers
         return self._step(tail.rows)

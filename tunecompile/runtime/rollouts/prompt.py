@@ -1,14 +1,20 @@
-"""The prompt's forward, which fills the cache. Neighbouring rows of one prompt are computed once."""
+"""The prompt's forward, which fills the cache.
+
+Neighbouring rows of one prompt are computed once. Others are computed in groups of rows of similar lengths, so that few
+tokens of padding are, and no more memory is needed than for a group.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tunecompile.integrations import generation
+from tunecompile.integrations import generation, transformers
 
+TOKENS = 4096  #: of a group of rows: more are hardly faster
 MOST = 64  #: rows up to which their number is rounded to a power of two; beyond, to a multiple of half as many
 
 
@@ -46,22 +52,66 @@ def fill(model: Any, prompt: Tensor, config: Any, kwargs: dict[str, Any], cache:
     Returns:
         fp32 [rows, V].
     """
-    of = _first_of_each(prompt, kwargs) if generation.by_rows(kwargs) else None
+    alone = generation.by_rows(kwargs)
+    of = _first_of_each(prompt, kwargs) if alone else None
     given, ids = dict(kwargs), prompt
     if of is not None:
         firsts = of.unique()
         ids = prompt[firsts]
         given |= generation.rows_of(kwargs, firsts)
-    for each in (given, kwargs):
-        each[generation.cache_name(kwargs)] = cache
-    output = model._prefill(ids, config, given)
+    # A caller who gets the cache sees padding as transformers leaves it
+    if alone and not config.return_dict_in_generate and transformers.takes_parts(cache):
+        logits, output = _in_groups(model, ids, config, given, cache)
+    else:
+        given[generation.cache_name(kwargs)] = cache
+        output = model._prefill(ids, config, given)
+        logits = output.logits[:, -1].to(copy=True, dtype=torch.float32)
     kwargs |= model._update_model_kwargs_for_generation(output, kwargs)
-    logits = output.logits[:, -1].to(copy=True, dtype=torch.float32)
+    kwargs[generation.cache_name(kwargs)] = cache
     if of is None:
         return logits
     place = torch.searchsorted(firsts, of)  # of each row among the firsts
-    generation.repeat_rows(cache, place)
+    transformers.repeat_rows(cache, place)
     return logits[place]
+
+
+def _in_groups(model: Any, ids: Tensor, config: Any, kwargs: dict[str, Any], cache: Any) -> tuple[Tensor, Any]:
+    """Rows of similar lengths at a time, without the padding in front of all of them.
+
+    Returns:
+        The logits, as `fill`; and what the model returned of the last group.
+    """
+    mask, logits, output = kwargs.get("attention_mask"), None, None
+    begins = [0] * len(ids) if mask is None else mask.int().argmax(1).tolist()
+    for rows, begin in groups(begins, ids.shape[1]):
+        numbers = torch.tensor(rows, device=ids.device)
+        part = transformers.static_cache(model, ids.shape[1] - begin)
+        given = {**kwargs, **generation.rows_of(kwargs, numbers, begin), generation.cache_name(kwargs): part}
+        output = model._prefill(ids[numbers, begin:], config, given)
+        made = output.logits[:, -1]
+        transformers.put_rows(cache, part, numbers, len(ids), ids.shape[1])
+        logits = made.new_empty(len(ids), made.shape[1], dtype=torch.float32) if logits is None else logits
+        logits[numbers] = made.float()
+    assert logits is not None  # there are rows
+    return logits, output
+
+
+def groups(begins: Sequence[int], length: int) -> list[tuple[list[int], int]]:
+    """The rows that are computed together, and the column in which they begin.
+
+    Args:
+        begins: the first column of each row that is no padding.
+        length: columns.
+    """
+    made: list[tuple[list[int], int]] = []
+    for row in sorted(range(len(begins)), key=begins.__getitem__):
+        rows, begin = made[-1] if made else ([], 0)
+        longest = length - begin
+        if rows and (len(rows) + 1) * longest <= TOKENS and 2 * (length - begins[row]) >= longest:
+            rows.append(row)
+        else:
+            made.append(([row], begins[row]))
+    return made
 
 
 def _first_of_each(prompt: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
