@@ -19,7 +19,7 @@ from tunecompile.ir.rewrite import annotate, erase_dead, replace, where_from
 from tunecompile.ops import dequantize_4bit, linear_4bit, lora_linear
 from tunecompile.ops.frozen_weights import packed_as
 from tunecompile.ops.nf4 import CODES
-from tunecompile.ops.packed.few_rows import refuse
+from tunecompile.ops.packed.few_rows import packed_linear, refuse
 
 __all__ = ["FEW_ROWS", "LORA", "PASS"]
 
@@ -165,7 +165,9 @@ def _of_few_rows(graph: Graph, context: Context) -> None:
         if not isinstance(weight, Node) or weight.target is not dequantize_4bit.overload or value(node).requires_grad:
             continue
         *tensors, rows, columns, blocksize, quant_type, dtype = weight.args
-        if refuse(value(x), columns, [value(tensors[0])], [rows], blocksize, [], []) or dtype != value(x).dtype:
+        codes, absmax = map(value, tensors[:2])
+        frozen = packed_linear(codes, absmax, (), rows, value(x), blocksize, quant_type)
+        if columns != frozen.columns or dtype != value(x).dtype or refuse(value(x), frozen, [], []):
             continue
         if is_disturbed(weight, node):
             tally.refuse(DISTURBED)

@@ -1,8 +1,9 @@
-"""Products of few rows (1 to 64) with NF4 or FP4 weights, which are unpacked in registers and never written.
+"""Products of few rows (1 to 64) with frozen weights, which are read once, where they are: dense, NF4 or FP4.
 
 A token's step of a rollout reads every weight once for 8 rows or so. Dequantising first would move 9 times the bytes:
-4 bits are read, 16 written and 16 read. Here a program unpacks a tile of weights into the operand of a tensor core's
-product, with the rows of x as its other side. The levels are bf16; each block's fp32 scale multiplies its sums.
+4 bits are read, 16 written and 16 read; dense siblings would be copied to where their adapters stand beside them. Here
+a program unpacks a tile of weights into the operand of a tensor core's product, with the rows of x as its other side.
+The levels are bf16; a block's fp32 scale multiplies its sums.
 
 A tensor core wants the operand spread over threads in pairs: thread t of four holds the columns 2t, 2t + 1, 2t + 8 and
 2t + 9 of each 16. A thread has 16 weights of each 64 that lie side by side instead. Sums do not mind the order of their

@@ -5,85 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .unpack import levels_of
+from .weights import times_rows
 
 __all__ = ["finish_kernel", "product_kernel"]
-
-
-@triton.jit
-def _scale(
-    absmax,
-    code,
-    outer,
-    offset,
-    block,
-    NESTED: tl.constexpr,
-    ABSMAX_BLOCK: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
-):
-    """The fp32 scales of blocks. outer: of double quantisation, one a row if ONE_SCALE; else where they are."""
-    value = tl.load(absmax + block)
-    if NESTED:
-        value = tl.load(code + value.to(tl.int32))
-        factor = outer if ONE_SCALE else tl.load(outer + block // ABSMAX_BLOCK)
-        return value * factor + tl.load(offset)
-    else:
-        return value.to(tl.float32)
-
-
-@triton.jit
-def _times_weight(
-    tile,  # of the weight's rows
-    x,
-    weight,  # packed, absmax, code, scale, offset
-    parts,
-    column,
-    part,
-    rows,
-    columns,
-    tables,
-    K: tl.constexpr,
-    LENGTH: tl.constexpr,
-    BLOCKSIZE: tl.constexpr,
-    ABSMAX_BLOCK: tl.constexpr,
-    NESTED: tl.constexpr,
-    FP4: tl.constexpr,
-    PERMUTE: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    packed, absmax, code, scale, offset = weight
-    n = (tile * TILE + tl.arange(0, TILE)).to(tl.int64)
-    row = tl.arange(0, ROWS)
-    there = (row < rows)[None, :]
-    begin = part * LENGTH
-    words = (
-        packed.to(tl.pointer_type(tl.int32), bitcast=True) + n[:, None] * (K // 8) + tl.arange(0, STEP // 8)[None, :]
-    )
-    BLOCKS: tl.constexpr = K // BLOCKSIZE  # of a row
-    block = (tile * TILE + tl.arange(0, TILE)) * BLOCKS  # 32 bits reach 2^37 weights
-    ONE_SCALE: tl.constexpr = NESTED and ABSMAX_BLOCK % BLOCKS == 0  # for all blocks of a row
-    outer = tl.load(scale + block // ABSMAX_BLOCK) if ONE_SCALE else scale
-    x += row[None, :].to(tl.int64) * K + tl.arange(0, 64)[:, None]
-    total = tl.zeros([TILE, ROWS], tl.float32)
-    for k in range(begin, begin + LENGTH, STEP):
-        levels = levels_of(tl.load(words + k // 8), *tables, FP4, PERMUTE)
-        x0 = tl.load(x + k, mask=there, other=0.0)
-        x1 = tl.load(x + k + 64, mask=there, other=0.0)
-        # [TILE, block, thread, its half, e, h, j] in the order of the product's columns
-        levels = tl.reshape(levels.to(x.dtype.element_ty), [TILE, 2, 4, 2, 2, 2, 2])
-        levels = tl.reshape(tl.permute(levels, (0, 3, 6, 5, 2, 4, 1)), [TILE, 64, 2])
-        w0, w1 = tl.split(levels)
-        at = block + k // BLOCKSIZE
-        s0 = _scale(absmax, code, outer, offset, at, NESTED, ABSMAX_BLOCK, ONE_SCALE)
-        s1 = s0
-        if BLOCKSIZE == 64:
-            s1 = _scale(absmax, code, outer, offset, at + 1, NESTED, ABSMAX_BLOCK, ONE_SCALE)
-        total += s0[:, None] * tl.dot(w0, x0)
-        total += s1[:, None] * tl.dot(w1, x1)
-    out = parts + (part * rows + row).to(tl.int64)[None, :] * columns + column + tl.arange(0, TILE)[:, None]
-    tl.store(out, total, mask=there)
 
 
 @triton.jit
@@ -128,25 +52,28 @@ def _times_adapters(
 
 @triton.jit
 def product_kernel(
-    x,  # [rows, K], the columns of each 64 in the order of `in_order`
+    x,  # [rows, K], for packed weights the columns of each 64 in the order of `in_order`
     plain,  # [rows, K]
     packed0,
     absmax0,
     code0,
     scale0,
     offset0,
+    height0,  # rows
     tiles0,  # programs of this weight and of those before it
     packed1,
     absmax1,
     code1,
     scale1,
     offset1,
+    height1,
     tiles1,
     packed2,
     absmax2,
     code2,
     scale2,
     offset2,
+    height2,
     tiles2,
     a0,  # LoRA's A of each weight, [RANK, K]
     a1,
@@ -167,11 +94,13 @@ def product_kernel(
     K: tl.constexpr,
     LENGTH: tl.constexpr,  # columns of a part
     PIECE: tl.constexpr,  # of a product with A
+    FORMAT: tl.constexpr,
+    STRIDE: tl.constexpr,  # of a dense weight's rows
     BLOCKSIZE: tl.constexpr,
     ABSMAX_BLOCK: tl.constexpr,
     NESTED: tl.constexpr,
-    FP4: tl.constexpr,
     COUNT: tl.constexpr,
+    WHOLE: tl.constexpr,  # whether all weights are whole tiles
     RANK0: tl.constexpr,
     RANK1: tl.constexpr,
     RANK2: tl.constexpr,
@@ -184,20 +113,26 @@ def product_kernel(
     """Program (tile of a weight's rows, part of the columns). The first ones multiply by the adapters' A."""
     tile = tl.program_id(0) - before
     part = tl.program_id(1)
-    column = tile * TILE
     weights = (
         (packed0, absmax0, code0, scale0, offset0),
         (packed1, absmax1, code1, scale1, offset1),
         (packed2, absmax2, code2, scale2, offset2),
     )
-    begins, ends = (0, tiles0, tiles1), (tiles0, tiles1, tiles2)
+    heights, begins, ends = (height0, height1, height2), (0, tiles0, tiles1), (tiles0, tiles1, tiles2)
     for i in tl.static_range(COUNT):
         if (tile >= begins[i]) & (tile < ends[i]):
-            _times_weight(
-                *(tile - begins[i], x, weights[i], parts, column, part, rows, columns),
-                *((t0, t1, t2, t3, t4, t5, t6, t7), K, LENGTH, BLOCKSIZE, ABSMAX_BLOCK, NESTED, FP4, PERMUTE),
-                *(TILE, STEP, ROWS),
+            row, n = tl.arange(0, ROWS), tl.arange(0, TILE)
+            there = (row < rows)[None, :]
+            mine = (tile - begins[i]) * TILE + n
+            if not WHOLE:  # behind the last row it is read again
+                mine = tl.minimum(mine, heights[i] - 1)
+            total = times_rows(
+                *(mine, x, row[None, :].to(tl.int64) * K, there, weights[i]),
+                *(part * LENGTH, (t0, t1, t2, t3, t4, t5, t6, t7), K, LENGTH, FORMAT, STRIDE),
+                *(BLOCKSIZE, ABSMAX_BLOCK, NESTED, PERMUTE, TILE, STEP, ROWS),
             )
+            out = parts + (part * rows + row).to(tl.int64)[None, :] * columns + (tile * TILE + n)[:, None]
+            tl.store(out, total, mask=there)
     if RANK0 > 0 and tile < 0:
         piece = tl.program_id(0) * tl.num_programs(1) + part
         _times_adapters(plain, a0, a1, a2, xa, piece, rows, K, PIECE, COUNT, RANK0, RANK1, RANK2, RANKS_POW2, ROWS)
@@ -209,12 +144,15 @@ def finish_kernel(
     xa,  # [PIECES, rows, RANKS]
     b0,  # LoRA's B of each weight, [its rows, RANK], unit column stride
     stride0,
+    height0,
     tiles0,
     b1,
     stride1,
+    height1,
     tiles1,
     b2,
     stride2,
+    height2,
     out,  # [rows, columns]
     projected,  # [rows, RANKS]
     rows,
@@ -249,15 +187,16 @@ def finish_kernel(
         narrow += tl.load(xa + (piece * rows + row)[None, :] * RANKS + rank[:, None], mask=inside, other=0.0)
     # Each weight's tiles read their own adapter, beside zeros for the others'
     mine = rank < tl.where(tile < tiles0, RANK0, 0)
-    where = (tile * TILE + n).to(tl.int64)[:, None] * stride0 + rank[None, :]
+    where = tl.minimum(tile * TILE + n, height0 - 1).to(tl.int64)[:, None] * stride0 + rank[None, :]
     wide = FACTOR0 * tl.load(b0 + where, mask=mine[None, :], other=0.0).to(tl.float32)
     if COUNT > 1:
         mine = (rank >= RANK0) & (rank < tl.where((tile >= tiles0) & (tile < tiles1), RANK0 + RANK1, 0))
-        where = ((tile - tiles0) * TILE + n).to(tl.int64)[:, None] * stride1 + (rank - RANK0)[None, :]
-        wide += FACTOR1 * tl.load(b1 + where, mask=mine[None, :], other=0.0).to(tl.float32)
+        where = tl.minimum((tile - tiles0) * TILE + n, height1 - 1).to(tl.int64)[:, None] * stride1
+        wide += FACTOR1 * tl.load(b1 + where + (rank - RANK0)[None, :], mask=mine[None, :], other=0.0).to(tl.float32)
     if COUNT > 2:
         mine = (rank >= RANK0 + RANK1) & (rank < tl.where(tile >= tiles1, RANKS, 0))
-        where = ((tile - tiles1) * TILE + n).to(tl.int64)[:, None] * stride2 + (rank - RANK0 - RANK1)[None, :]
+        where = tl.minimum((tile - tiles1) * TILE + n, height2 - 1).to(tl.int64)[:, None] * stride2
+        where += (rank - RANK0 - RANK1)[None, :]
         wide += FACTOR2 * tl.load(b2 + where, mask=mine[None, :], other=0.0).to(tl.float32)
     narrow = narrow.to(out.dtype.element_ty)
     total += tl.dot(wide.to(out.dtype.element_ty), narrow)

@@ -10,10 +10,10 @@ import triton
 from .._launch import launch, multiprocessors, next_power_of_2
 from ..nf4 import Weight
 from .kernels import finish_kernel, product_kernel
-from .limits import MAX_RANKS, MAX_ROWS, SIBLINGS, STEP, TILE
+from .limits import LEAST_STEP, MAX_RANKS, MAX_ROWS, SIBLINGS, STEP, TILE
 from .unpack import tables_of
 
-__all__ = ["begin", "finish", "in_order"]
+__all__ = ["begin", "finish", "height", "in_order", "permutes", "step_of"]
 
 MAX_PARTS = 8
 PIECES = 16  #: programs that multiply by all A
@@ -33,38 +33,50 @@ def in_order(x):
     return x.reshape(rows, width // 64, 4, 2, 2, 2, 2).permute(0, 1, 3, 4, 5, 2, 6).reshape(rows, width)
 
 
+def permutes() -> bool:
+    """Whether kernels permute bytes by an instruction of NVIDIA's."""
+    return not triton.knobs.runtime.interpret and torch.version.hip is None
+
+
+def step_of(k: int, blocksize: int = LEAST_STEP) -> int:
+    """Columns at once: those of one block, or of two of `LEAST_STEP`."""
+    return STEP if k % STEP == 0 and (blocksize == LEAST_STEP or blocksize % STEP == 0) else LEAST_STEP
+
+
 def begin(x, ordered, weights: Sequence[Weight], a, *, blocksize=64, quant_type="nf4", absmax_blocksize=256):
     """Parts of x W_i^T and of x A_i^T, for up to three weights that share x.
 
     Args:
-        x: [rows, K], any floating dtype, contiguous; at most `MAX_ROWS`, and 128 divides K.
-        ordered: `in_order(x)`.
-        weights: [N_i, K] each, 64 divides N_i; of one format: all double-quantised, or none.
+        x: [rows, K], any floating dtype, contiguous; at most `MAX_ROWS`, and 64 divides K.
+        ordered: `in_order(x)`; x itself for dense weights.
+        weights: [N_i, K] each, of one format: all double-quantised, or none. A dense weight is what is packed, with
+            unit column stride, and its rows are as far apart as those of the others.
         a: [r_i, K], any floating dtype, contiguous; one a weight, or none.
-        blocksize: weights a block, 64 or a multiple of 128.
-        quant_type: "nf4" or "fp4".
+        blocksize: weights a block, a multiple of 64.
+        quant_type: "nf4", "fp4" or "dense".
         absmax_blocksize: blocks that share a ``scale`` of double quantisation.
 
     Returns:
-        (parts, xa), fp32 [P, rows, sum of N_i] and [Q, rows, sum of r_i]: their sums over P and Q are the products.
-        Without adapters there is nothing in xa.
+        (parts, xa), fp32 [P, rows, sum of `height(N_i)`] and [Q, rows, sum of r_i]: their sums over P and Q are the
+        products. Columns behind those of a weight have no meaning. Without adapters there is nothing in xa.
 
     Raises:
         ValueError: sizes do not fit.
     """
     rows, k = x.shape
     ranks = [m.shape[0] for m in a]
-    if k % STEP or any(w.rows % TILE for w in weights) or rows > MAX_ROWS or sum(ranks) > MAX_RANKS:
+    if k % LEAST_STEP or rows > MAX_ROWS or sum(ranks) > MAX_RANKS or len(weights) > SIBLINGS:
         raise ValueError(f"{rows} rows of {k} columns, weights of {[w.rows for w in weights]}, ranks {ranks}")
-    tiles = [sum(w.rows for w in weights[: i + 1]) // TILE for i in range(len(weights))]
-    count = _parts(x, tiles[-1], k)
+    tiles = _tiles([w.rows for w in weights])
+    dense, step = quant_type == "dense", step_of(k, blocksize)
+    count = _parts(x, tiles[-1], k, step, beside=2 if dense else 6)
     more = next(n for n in range(max(1, PIECES // count), 0, -1) if k % (n * count * 64) == 0) if a else 0
     parts = torch.empty(count, rows, tiles[-1] * TILE, dtype=torch.float32, device=x.device)
     xa = torch.empty(max(1, more) * count, rows, max(1, sum(ranks)), dtype=torch.float32, device=x.device)
     blank = Weight(None, None, None, None, None, 0)
     arguments = []
     for i in range(SIBLINGS):
-        arguments += [*(weights[i] if i < len(weights) else blank)[:5], tiles[min(i, len(tiles) - 1)]]
+        arguments += [*(weights[i] if i < len(weights) else blank), tiles[min(i, len(tiles) - 1)]]
     launch(
         product_kernel,
         (tiles[-1] + more, count),
@@ -77,23 +89,25 @@ def begin(x, ordered, weights: Sequence[Weight], a, *, blocksize=64, quant_type=
         more,
         rows,
         parts.shape[2],
-        *tables_of(quant_type),
+        *tables_of("nf4" if dense else quant_type),
         K=k,
         LENGTH=k // count,
         PIECE=k // (max(1, more) * count),
+        FORMAT=quant_type,
+        STRIDE=weights[0].packed.stride(0) if dense else 0,
         BLOCKSIZE=blocksize,
         ABSMAX_BLOCK=absmax_blocksize,
         NESTED=weights[0].code is not None,
-        FP4=quant_type == "fp4",
         COUNT=len(weights),
+        WHOLE=all(w.rows % TILE == 0 for w in weights),
         **{f"RANK{i}": ranks[i] if i < len(ranks) else 0 for i in range(SIBLINGS)},
         RANKS_POW2=max(16, next_power_of_2(sum(ranks))),
-        PERMUTE=not triton.knobs.runtime.interpret and torch.version.hip is None,
+        PERMUTE=permutes(),
         TILE=TILE,
-        STEP=STEP,
+        STEP=step,
         ROWS=max(16, next_power_of_2(rows)),
         num_warps=4,
-        num_stages=3,
+        num_stages=4 if dense else 3,
     )
     return parts, xa
 
@@ -102,23 +116,24 @@ def finish(parts, xa, b, factors, dtype):
     """The product, and what adapters add to it.
 
     Args:
-        parts: fp32 [P, rows, N], of `begin`.
+        parts: fp32 [P, rows, N], of `begin`, N the sum of `height(N_i)`.
         xa: fp32 [Q, rows, R], of `begin`.
         b: [N_i, r_i], any floating dtype, unit column stride; one a weight.
         factors: of the adapters.
         dtype: of the results.
 
     Returns:
-        (y, xa) in `dtype`: [rows, N] and [rows, R].
+        (y, xa) in `dtype`: [rows, sum of N_i] and [rows, R].
     """
     count, rows, columns = parts.shape
-    tiles = [sum(m.shape[0] for m in b[: i + 1]) // TILE for i in range(len(b))]
+    heights = [m.shape[0] for m in b]
+    tiles = _tiles(heights)
     ranks = [m.shape[1] for m in b]
     out = torch.empty(rows, columns, dtype=dtype, device=parts.device)
     projected = torch.empty(rows, xa.shape[2], dtype=dtype, device=parts.device)
     arguments = []
     for i in range(SIBLINGS):
-        arguments += [b[i], b[i].stride(0), tiles[i]] if i < len(b) else [None, 0, tiles[-1]]
+        arguments += [b[i], b[i].stride(0), heights[i], tiles[i]] if i < len(b) else [None, 0, 1, tiles[-1]]
     launch(
         finish_kernel,
         (columns // TILE,),
@@ -140,10 +155,22 @@ def finish(parts, xa, b, factors, dtype):
         num_warps=4,
         num_stages=2,
     )
-    return out, projected
+    if columns == sum(heights):
+        return out, projected
+    return torch.cat([y[:, :n] for y, n in zip(out.split([height(n) for n in heights], 1), heights)], 1), projected
 
 
-def _parts(x, tiles: int, k: int) -> int:
-    """Parts of the columns, for six programs on each multiprocessor: as many as run there at once."""
-    fits = [count for count in (1, 2, 4, MAX_PARTS) if k % (count * STEP) == 0]
-    return next((count for count in fits if tiles * count >= 6 * multiprocessors(x.device)), fits[-1])
+def height(rows: int) -> int:
+    """Columns of a weight's product in the parts: whole tiles."""
+    return triton.cdiv(rows, TILE) * TILE
+
+
+def _tiles(rows: Sequence[int]) -> list[int]:
+    """How many tiles these weights have, each with those before it."""
+    return [sum(map(height, rows[: i + 1])) // TILE for i in range(len(rows))]
+
+
+def _parts(x, tiles: int, k: int, step: int, beside: int) -> int:
+    """Parts of the columns, for as many programs as run `beside` each other on all multiprocessors."""
+    fits = [count for count in range(1, MAX_PARTS + 1) if k % (count * step) == 0]
+    return next((count for count in fits if tiles * count >= beside * multiprocessors(x.device)), fits[-1])

@@ -245,9 +245,21 @@ def test_which_gpus_take_it(eight, card, version, reason, monkeypatch):
     monkeypatch.setattr(eight_bits, "has_triton", lambda: True)
     monkeypatch.setattr(known_bugs, "installed", lambda package: known_bugs.TorchVersion(version))
     with FakeTensorMode(), acting_as(card):
-        refused = eight.refuse(torch.empty(4, 64, dtype=torch.bfloat16, device="cuda"), [32])
+        refused = eight.refuse(torch.empty(400, 64, dtype=torch.bfloat16, device="cuda"), [32])
     reason = reason if eight is FP8 else ("gpu-without-bfloat16", "") if card == "t4" else None
     assert refused is None if reason is None else (refused.code == reason[0] and reason[1] in str(refused))
+
+
+def test_few_rows_read_weights_as_they_are(eight):
+    pytest.importorskip("triton")
+    with FakeTensorMode(), acting_as("h100"):
+        few, many, w, a, b = (torch.empty(n, k, dtype=torch.bfloat16, device="cuda") for n, k in SIZES)
+        adapted = ([], [w] * 2, [], [a] * 2, [b] * 2, [1.0] * 2, torch.bfloat16, "dense")
+        assert lora_linear.choose((few, *adapted), eight.name).name == "few_rows"
+        assert lora_linear.choose((many, *adapted), eight.name).name == eight.name
+
+
+SIZES = ((8, 128), (400, 128), (64, 128), (8, 128), (64, 8))
 
 
 @pytest.mark.skipif(

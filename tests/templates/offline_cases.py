@@ -397,6 +397,12 @@ def axes(many=1, batch=1, device="cpu"):
             ),
             [e(8, 4096), *packed(weight, 4096), e(16, 4096, dtype=torch.float32)],
         ),
+        "few_rows_dense": (
+            lambda x, w: few_rows.begin(
+                x, x, [nf4.Weight(w, None, None, None, None, weight)] * siblings, [], quant_type="dense"
+            ),
+            [e(8, 4096), e(weight, 4096)],
+        ),
         "few_rows_finish": (
             lambda parts, xa, b: few_rows.finish(parts, xa, [b] * 3, [2.0, 2.0, 1.0], torch.bfloat16),
             [e(8, 8, 3 * weight, dtype=torch.float32), e(8, 8, 48, dtype=torch.float32), e(weight, 16)],

@@ -92,6 +92,7 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         "lora_beside": ["out"],
         "lora_mlp_piece": ["both", "parts"],
         "few_rows_begin": ["parts", "xa"],
+        "few_rows_dense": ["parts"],
         "one_query_split": ["sums", "tops"],
         "one_query_combine": ["out"],
         "few_rows_finish": ["out", "projected"],

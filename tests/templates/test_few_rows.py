@@ -1,4 +1,4 @@
-"""Products of few rows with packed weights, against dequantised ones in fp64."""
+"""Products of few rows with frozen weights, against dequantised ones in fp64."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ import torch
 from tests.support.ops.templates import Weight
 
 pytest.importorskip("triton")
+from tunecompile.ops.frozen_weights import DenseWeights  # noqa: E402
+from tunecompile.ops.packed.few_rows import product  # noqa: E402
 from tunecompile.templates.few_rows import launches as few_rows  # noqa: E402
 
 
@@ -23,6 +25,8 @@ def adapters(sizes, k, ranks, device, dtype):
         (1, 128, (64,), (4,), {"quant_type": "fp4"}),
         (17, 512, (64, 192), (8, 24), {"nested": False}),
         (5, 384, (64,), (16,), {"blocksize": 128}),
+        (3, 320, (64, 64), (8, 8), {}),
+        (4, 256, (128, 40, 8), (8, 4, 16), {}),
     ],
 )
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.gpu), torch.float32])
@@ -47,6 +51,23 @@ def test_as_with_dequantised_weights(device, cast, rows, k, sizes, ranks, option
         assert (found.double() - right).norm() / right.norm() < limit
         apart = (found.double() - right).norm(dim=0) / right.norm(dim=0).mean()
         assert apart.max() < 3e-2, "a column is wrong"
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "sizes", "ranks"), [(8, 256, (128, 8, 64, 40), (16, 4, 16, 8)), (33, 320, (64,), (8,))]
+)
+def test_dense_weights_within_a_wider_matrix(device, rows, k, sizes, ranks):
+    made = torch.bfloat16 if device.type == "cuda" else torch.float32
+    matrix = torch.randn(sum(sizes), k + 64, generator=torch.Generator().manual_seed(0)).to(device, made)
+    weights, factors = matrix[:, :k].split(sizes), [2.0, 0.5, 1.0, 3.0][: len(sizes)]
+    a, b = adapters(sizes, k, ranks, device, torch.float32)
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(2)).to(device, made)
+    y, _ = product(x, DenseWeights(weights, list(sizes), k), a, b, factors)
+    wide, tables = x.double(), zip(weights, a, b, factors, strict=True)
+    right = torch.cat(
+        [wide @ w.double().t() + f * (wide @ u.double().t()) @ v.double().t() for w, u, v, f in tables], 1
+    )
+    assert (y.double() - right).norm() / right.norm() < (5e-3 if made == torch.bfloat16 else 1e-6)
 
 
 def test_without_adapters(device, cast):

@@ -44,6 +44,7 @@ REASONS = {
         "it computes in {detail}, and FP8 products give bfloat16",
         "Train in bfloat16: load the model in it, or use autocast; or take precision='int8'.",
     ),
+    "eight-bits-few-rows": NoteKind("few rows: a weight is read once as it is, rounding it would write it, too"),
     "eight-bits-shape": NoteKind(
         "the weight is {rows}x{columns}, and products in 8 bits need multiples of 16 up to {limit}",
     ),

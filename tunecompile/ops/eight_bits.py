@@ -24,6 +24,7 @@ from tunecompile._torch.known_bugs import ROW_SCALES_ON_ADA
 from tunecompile.ir.op import HALF, has_triton, refuse_spills
 from tunecompile.notes import Note, note
 from tunecompile.ops.frozen_weights import FrozenWeights
+from tunecompile.ops.packed.few_rows import refuse_kernel
 
 __all__ = ["FORMATS", "FP8", "INT8", "EightBits"]
 
@@ -55,14 +56,16 @@ class EightBits:
 
         Returns:
             The reason, or None: 16 divides K and the sum of rows, neither is above 65536, and if x is on a GPU, Triton
-            is installed. FP8: x is bf16, and a GPU has compute capability 8.9, 9.0 or 10.0. INT8: x is bf16 or fp16,
-            and a GPU has at least 7.5.
+            is installed, and x has more rows than `tunecompile.ops.packed.few_rows` takes. FP8: x is bf16, and a GPU
+            has compute capability 8.9, 9.0 or 10.0. INT8: x is bf16 or fp16, and a GPU has at least 7.5.
         """
         n, k = sum(rows), x.shape[-1]
         if reason := self.refuses(x):
             return reason
         if n % 16 or k % 16 or max(n, k) > WIDEST:
             return note("eight-bits-shape", rows=n, columns=k, limit=WIDEST)
+        if refuse_kernel(x) is None:
+            return note("eight-bits-few-rows")
         return note("no-triton") if x.is_cuda and not has_triton() else None
 
 

@@ -114,12 +114,9 @@ def lora_linear(
 
 
 def _refuse_few(x, inputs, weights, a, b, dtype, stored) -> Note | None:
-    frozen = _frozen(x, weights, b, stored)
-    if not isinstance(frozen, PackedWeights):
-        return note("not-in-4-bits")
     if inputs or dtype != x.dtype:
         return note("arguments-not-supported")
-    return few_rows.refuse(x, x.shape[-1], frozen.codes, frozen.rows, frozen.blocksize, a, b)
+    return few_rows.refuse(x, _frozen(x, weights, b, stored), a, b)
 
 
 @lora_linear.provider("few_rows", because=few_rows.BECAUSE, refuses=_refuse_few)

@@ -19,7 +19,7 @@ from tunecompile.notes import Note, note
 from tunecompile.ops import lora
 from tunecompile.ops.adapters.layout import on_diagonal, padded
 from tunecompile.ops.eight_bits import FORMATS, EightBits
-from tunecompile.ops.frozen_weights import DENSE, FrozenWeights, PackedWeights, frozen_weights
+from tunecompile.ops.frozen_weights import DENSE, FrozenWeights, frozen_weights
 from tunecompile.ops.packed import few_rows
 from tunecompile.ops.swiglu import gated_activation, gated_activation_backward
 
@@ -143,12 +143,9 @@ def _refuse(x, weights, a, b, stored, activation) -> Note | None:
 
 
 def _refuse_few(x, weights, a, b, stored) -> Note | None:
-    for of, frozen in zip((WIDE, DOWN), frozen_of(x, weights, b, stored)):
-        if not isinstance(frozen, PackedWeights):
-            return note("not-in-4-bits")
-        if reason := few_rows.refuse(x, frozen.columns, frozen.codes, frozen.rows, frozen.blocksize, a[of], b[of]):
-            return reason
-    return None
+    pieces = zip((WIDE, DOWN), frozen_of(x, weights, b, stored))
+    found = (few_rows.refuse(x, frozen, a[of], b[of]) for of, frozen in pieces)
+    return next((reason for reason in found if reason), None)
 
 
 @lora_mlp.provider("few_rows", because=few_rows.BECAUSE, refuses=_refuse_few)

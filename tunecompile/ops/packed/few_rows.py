@@ -1,6 +1,7 @@
-"""Products of few rows with packed weights, as a step of a rollout has them (`tunecompile.templates.few_rows`)."""
+"""Products of few rows with frozen weights, as a step of a rollout has them (`tunecompile.templates.few_rows`)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Optional
 
 import torch
@@ -10,71 +11,116 @@ from tunecompile._torch.card import AMPERE, older_than
 from tunecompile._torch.modules import linear
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
-from tunecompile.ops.frozen_weights import PackedWeights
+from tunecompile.ops.frozen_weights import DenseWeights, FrozenWeights, PackedWeights
 from tunecompile.ops.nf4 import dequantize_4bit
-from tunecompile.templates.few_rows.limits import MAX_RANKS, MAX_ROWS, SIBLINGS, STEP, TILE
+from tunecompile.templates.few_rows.limits import LEAST_STEP, MAX_RANKS, MAX_ROWS, SIBLINGS
 
-BECAUSE = "few rows: 4-bit weights are unpacked in registers, and never written"
+BECAUSE = "few rows: weights are read once, where they are, and 4-bit ones unpacked in registers"
 
 
-def refuse(
-    x: Tensor, columns: int, packed: Sequence[Tensor], rows: Sequence[int], blocksize: int, a: Sequence, b: Sequence
-) -> Note | None:
-    """Return why the template does not multiply by these weights, or None.
-
-    Args:
-        x: [..., K], the rows.
-        columns: K of the weights.
-        packed: of one format, one a weight. This and rows and blocksize: as for
-            `tunecompile.ops.nf4.dequantize_4bit`; a and b: as for `tunecompile.ops.lora.lora_linear`.
-    """
+def refuse_kernel(x: Tensor, most: int = MAX_ROWS) -> Note | None:
+    """Return why no template of few rows multiplies x, [..., K] of at most so many rows, or None."""
     tokens = x.numel() // x.shape[-1]
     if not isinstance(tokens, int):  # a symbol, which is not to be compared with anything
         return note("rows-change")
-    if tokens > MAX_ROWS:
-        return note("too-many-rows", rows=tokens, limit=MAX_ROWS)
+    if tokens > most:
+        return note("too-many-rows", rows=tokens, limit=most)
     if reason := refuse_gpu(x):
         return reason
     if torch.version.hip is not None:
         return note("instructions-of-nvidia")
-    if older_than(x.device, AMPERE):
-        return note("gpu-before-ampere")
-    if (ranks := sum(m.shape[0] for m in a)) > MAX_RANKS:
-        return note("rank-too-large", rank=ranks, limit=MAX_RANKS)
-    fits = columns % STEP == 0 and all(n % TILE == 0 for n in rows) and (blocksize == 64 or blocksize % STEP == 0)
-    if not fits or len(rows) > SIBLINGS:
+    return note("gpu-before-ampere") if older_than(x.device, AMPERE) else None
+
+
+def refuse(x: Tensor, frozen: FrozenWeights, a: Sequence[Tensor], b: Sequence[Tensor]) -> Note | None:
+    """Return why the template does not multiply by these weights, or None.
+
+    Args:
+        x: [..., K], the rows.
+        frozen: of one format.
+        a, b: as for `tunecompile.ops.lora.lora_linear`.
+    """
+    if reason := refuse_kernel(x):
+        return reason
+    if (rank := max((m.shape[0] for m in a), default=0)) > MAX_RANKS:
+        return note("rank-too-large", rank=rank, limit=MAX_RANKS)
+    if frozen.columns % LEAST_STEP:
         return note("arguments-not-supported")
-    aligned = all(p.is_contiguous() and p.storage_offset() % 16 == 0 for p in packed)
+    if isinstance(frozen, PackedWeights):
+        if frozen.blocksize % LEAST_STEP or frozen.columns % frozen.blocksize:
+            return note("arguments-not-supported")
+        aligned = frozen.contiguous and all(codes.storage_offset() % 16 == 0 for codes in frozen.codes)
+    else:
+        weights = frozen.members()
+        if any(w.dtype != x.dtype for w in weights):
+            return note("dtypes-differ", "weights and activations")
+        alike = len({w.stride(0) for w in weights}) == 1 and all(w.stride(1) == 1 for w in weights)
+        aligned = alike and all(w.stride(0) % 8 == 0 and w.storage_offset() % 8 == 0 for w in weights)
     adapted = all(m.is_contiguous() for m in a) and all(m.stride(-1) == 1 for m in b)
     return None if aligned and adapted else note("not-contiguous", "weights or adapters are")
 
 
 def product(
-    x: Tensor, packed: PackedWeights, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]
+    x: Tensor, frozen: FrozenWeights, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
     """Return concat_i(x W_i^T + scale_i (x A_i^T) B_i^T) and concat_i(x A_i^T), in x's dtype.
 
     Args:
         x: [T, K], contiguous.
-        packed: the W_i, [N_i, K].
+        frozen: the W_i, [N_i, K].
         a: A_i, [r_i, K].
         b: B_i, [N_i, r_i].
         scales: one an adapter.
     """
     from tunecompile.templates.few_rows import launches as few_rows
 
-    return few_rows.finish(*_parts(x, packed, a), b, scales, x.dtype)
+    made = [few_rows.finish(*_parts(x, _members(frozen, of), a[of]), b[of], scales[of], x.dtype) for of in _launches(a)]
+    y, xa = (list(each) for each in zip(*made))
+    return (y[0], xa[0]) if len(made) == 1 else (torch.cat(y, 1), torch.cat(xa, 1))
 
 
-def _parts(x: Tensor, packed: PackedWeights, a: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _launches(a: Sequence[Tensor]) -> list[slice]:
+    """The siblings of each launch: as many as it takes."""
+    begins, ranks = [0], 0
+    for i, m in enumerate(a):
+        ranks += m.shape[0]
+        if i - begins[-1] == SIBLINGS or ranks > MAX_RANKS:
+            begins.append(i)
+            ranks = m.shape[0]
+    return [slice(begin, end) for begin, end in zip(begins, [*begins[1:], len(a)])]
+
+
+def _members(frozen: FrozenWeights, of: slice) -> FrozenWeights:
+    """Some of the weights."""
+    if isinstance(frozen, PackedWeights):
+        return replace(frozen, tensors=frozen.tensors[of], rows=frozen.rows[of])
+    return DenseWeights(frozen.members()[of], frozen.rows[of], frozen.columns)
+
+
+def _parts(x: Tensor, frozen: FrozenWeights, a: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     from tunecompile.templates.few_rows import launches as few_rows
+    from tunecompile.templates.nf4 import Weight
 
-    kind = {"blocksize": packed.blocksize, "quant_type": packed.quant_type}
-    return few_rows.begin(x, few_rows.in_order(x).contiguous(), packed.packed(), a, **kind)
+    if isinstance(frozen, PackedWeights):
+        kind = {"blocksize": frozen.blocksize, "quant_type": frozen.quant_type}
+        return few_rows.begin(x, few_rows.in_order(x).contiguous(), frozen.packed(), a, **kind)
+    dense = [Weight(w, None, None, None, None, w.shape[0]) for w in frozen.members()]
+    return few_rows.begin(x, x, dense, a, quant_type="dense")
 
 
-def _refuse_linear(x: Tensor, packed: Tensor, rows: int, blocksize: int) -> Note | None:
-    return refuse(x, x.shape[-1], [packed], [rows], blocksize, [], [])
+def packed_linear(
+    packed: Tensor, absmax: Tensor, nested: Sequence[Tensor | None], rows: int, x: Tensor, blocksize: int, kind: str
+) -> PackedWeights:
+    """Return one 4-bit weight as frozen weights. The arguments are those of `linear_4bit`."""
+    tensors = [each for each in (packed, absmax, *nested) if each is not None]
+    return PackedWeights([tensors], [rows], x.shape[-1], blocksize, kind, x.dtype)
+
+
+def _refuse_linear(
+    x, packed, absmax, absmax_code, absmax_scale, absmax_offset, rows, blocksize, quant_type
+) -> Note | None:
+    nested = (absmax_code, absmax_scale, absmax_offset)
+    return refuse(x, packed_linear(packed, absmax, nested, rows, x, blocksize, quant_type), [], [])
 
 
 @op(cost=Cost.MATMUL, flops=lambda x, packed, *_: 4 * (x.numel() // x.shape[-1]) * packed.numel())
@@ -114,7 +160,7 @@ def linear_4bit(
 
 @linear_4bit.provider("few_rows", because=BECAUSE, refuses=_refuse_linear)
 def _(x, packed, absmax, absmax_code, absmax_scale, absmax_offset, bias, rows, blocksize, quant_type):
-    tensors = [each for each in (packed, absmax, absmax_code, absmax_scale, absmax_offset) if each is not None]
-    weight = PackedWeights([tensors], [rows], x.shape[-1], blocksize, quant_type, x.dtype)
-    y = _parts(x.reshape(-1, x.shape[-1]).contiguous(), weight, [])[0].sum(0).to(x.dtype)
+    nested = (absmax_code, absmax_scale, absmax_offset)
+    weight = packed_linear(packed, absmax, nested, rows, x, blocksize, quant_type)
+    y = _parts(x.reshape(-1, x.shape[-1]).contiguous(), weight, [])[0].sum(0)[:, :rows].to(x.dtype)
     return (y if bias is None else y + bias).reshape(*x.shape[:-1], rows)
