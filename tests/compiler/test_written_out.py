@@ -245,7 +245,7 @@ SINKS = {
     "as gpt-oss has them": (beside(), True),
     "by number": (beside(join=lambda s, column: torch.cat([s, column], dim=3)), True),
     "all dimensions are named": (beside(kept=lambda w: w[:, :, :, :-1]), True),
-    "less the maximum": (beside(change=lambda s: s - s.max(dim=-1, keepdim=True).values), False),
+    "less the maximum": (beside(change=lambda s: s - s.max(dim=-1, keepdim=True).values), True),
     "less the extreme": (beside(change=lambda s: s - s.amax(-1, keepdim=True)), True),
     "viewed": (beside(column=lambda each: each.view(1, 3, 1, 1).expand(2, 3, N, 1)), True),
     "ahead of the scores": (beside(join=lambda s, column: torch.cat([column, s], -1)), False),
