@@ -19,6 +19,7 @@ from tunecompile.ops.attention.documents import (
     join_sinks,
     refuse_template,
     sinks_gradient,
+    sums_of_gradients,
 )
 
 
@@ -143,7 +144,6 @@ def _(q, k, v, offsets, longest, tree, places, scale, window, sinks, softcap):
 def _(grad, q, k, v, offsets, longest, tree, places, scale, window, sinks, softcap, out0, out1):
     from tunecompile.templates import attention as template
 
-    delta = (grad.float() * out0.float()).sum(-1).t().contiguous()
-    rest = (out1, delta, offsets, longest, scale, window, softcap)
+    rest = (out1, sums_of_gradients(grad, out0), offsets, longest, scale, window, softcap)
     made = template.backward(grad, q, k, v, *rest, tree=tree, places=places)
     return [*made, sinks_gradient(grad, out0, out1, sinks)]

@@ -233,6 +233,11 @@ def refuse_template(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Note | Non
     return None
 
 
+def sums_of_gradients(grad: Tensor, out: Tensor) -> Tensor:
+    """The template's `delta`, fp32 [H, N]: <grad, out> of each token and head."""
+    return (grad.float() * out.float()).sum(-1).t().contiguous()
+
+
 def join_sinks(out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of a softmax, once sinks have a share of it."""
     if sinks is None:
@@ -281,6 +286,6 @@ def _(q, k, v, offsets, longest, scale, window, sinks, causal, softcap):
 def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1):
     from tunecompile.templates import attention as template
 
-    delta = (grad.float() * out0.float()).sum(-1).t().contiguous()
+    delta = sums_of_gradients(grad, out0)
     made = template.backward(grad, q, k, v, out1, delta, offsets, longest, scale, window, softcap)
     return [*made, sinks_gradient(grad, out0, out1, sinks)]

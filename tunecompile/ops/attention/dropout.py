@@ -7,10 +7,10 @@ A seed, drawn in the graph, says which weights are kept, by a word of a counter-
 import torch
 from torch import Tensor
 
-from tunecompile.ir.op import Cost, op, refuse_spills
+from tunecompile.ir.op import Cost, op
 from tunecompile.ir.shape_rule_cache import contiguous_like
-from tunecompile.notes import Note, note
-from tunecompile.ops.attention.documents import Places, attention_shapes, refuse_attention
+from tunecompile.notes import Note
+from tunecompile.ops.attention.documents import Places, attention_shapes, refuse_template, sums_of_gradients
 
 ROUNDS = 7  #: of Philox, with which it passes all tests of randomness (its paper, table 2)
 WORD = 0xFFFFFFFF
@@ -116,11 +116,7 @@ _TEMPLATE = "weights are dropped in registers, by the same words in both passes"
 
 
 def _refuse(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
-    if reason := refuse_attention(q, k, v, triton=True) or refuse_spills(q):
-        return reason
-    if not 16 <= q.shape[-1] == v.shape[-1] <= 512:
-        return note("template-head-widths", queries=q.shape[-1], values=v.shape[-1])
-    return None
+    return refuse_template(q, k, v, True)  # with dropout it is launched for documents that are not causal, too
 
 
 @dropout_attention.provider("triton", because=_TEMPLATE, refuses=_refuse)
@@ -134,6 +130,5 @@ def _(q, k, v, offsets, longest, scale, window, causal, dropout, seed):
 def _(grad, q, k, v, offsets, longest, scale, window, causal, dropout, seed, out0, out1):
     from tunecompile.templates import attention as template
 
-    delta = (grad.float() * out0.float()).sum(-1).t().contiguous()
-    rest = (out1, delta, offsets, longest, scale, window)
+    rest = (out1, sums_of_gradients(grad, out0), offsets, longest, scale, window)
     return [*template.backward(grad, q, k, v, *rest, causal=causal, dropped=(dropout, seed))]

@@ -16,7 +16,7 @@ from tunecompile.integrations import context_parallel, loss_caller
 from tunecompile.integrations.registered.names import NAME
 from tunecompile.ir.op import HALF
 from tunecompile.notes import Note, note
-from tunecompile.runtime.unpad.documents import BOTH_WAYS, MaskReading, read_mask, read_offsets, read_padding
+from tunecompile.runtime.unpad.documents import MaskReading, read_mask, read_offsets, read_padding, width_of
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
 from tunecompile.runtime.unpad.masks.given import MASK
 from tunecompile.runtime.unpad.masks.pairs import PairMask
@@ -133,7 +133,7 @@ def narrows(window: int, mask: Tensor) -> bool:
 
     A CPU's attention reads masks as fast, and has no windows.
     """
-    return mask.is_cuda and window not in (0, BOTH_WAYS) and abs(window) < mask.shape[-1]
+    return mask.is_cuda and 0 < width_of(window) < mask.shape[-1]
 
 
 def refused_now(owner: nn.Module) -> Note | None:

@@ -95,6 +95,11 @@ def windows_of(layer: nn.Module) -> tuple[int, ...]:
     return (whole,)
 
 
+def width_of(window: int) -> int:
+    """How many tokens a token sees on a side, itself included; 0 for all."""
+    return 0 if window == BOTH_WAYS else abs(window)
+
+
 def read_mask(mask: Tensor, windows: Sequence[int], labels: Tensor | None) -> MaskReading:
     """Read a mask: `begin_reading`, and a wait for the device."""
     return begin_reading(mask, windows, labels).wait()
@@ -160,7 +165,7 @@ def read_offsets(offsets: Tensor) -> MaskReading:
 
 def _seen_from(real: Tensor, starts: Tensor, begin: Tensor, place: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """The first and the last token that each token sees, [B, T]."""
-    width = 0 if window == BOTH_WAYS else abs(window)
+    width = width_of(window)
     first = torch.maximum(begin, place - width + 1) if width else begin
     if window >= 0:
         return first, place.expand_as(begin)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.ops import document_mask
-from tunecompile.runtime.unpad.documents import BOTH_WAYS
+from tunecompile.runtime.unpad.documents import width_of
 from tunecompile.runtime.unpad.flat_batch import ADDED, LONGEST, MASKS, OFFSETS, PLACES, ROW_OFFSETS, ROWS, TREE, WINDOW
 
 _OURS = (OFFSETS, LONGEST, WINDOW, MASKS, ADDED, TREE, PLACES, ROW_OFFSETS, *ROWS)
@@ -29,8 +29,7 @@ def with_document_mask(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     longest = kwargs[LONGEST].shape[0]
     window = int(kwargs[WINDOW])
     tree = kwargs.get(TREE), kwargs.get(PLACES)
-    width = 0 if window == BOTH_WAYS else abs(window)
-    mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], width, window >= 0, *tree)
+    mask = document_mask(kwargs[OFFSETS], longest, hidden.shape[1], width_of(window), window >= 0, *tree)
     if kwargs[ADDED]:
         dtype = getattr(torch, kwargs[ADDED])
         mask = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
