@@ -17,14 +17,27 @@ __all__ = ["PASS"]
 
 def _halves(match: Match) -> str | None:
     x, half = value(match.bound["x"]), match.bound["half"]
+    dtype = match.bound.get("dtype", x.dtype)
     if not isinstance(half, int) or 2 * half != x.shape[-1]:
         return "not split in the middle"
-    return _as_the_op_has_it(match, x.dtype)
+    return _as_the_op_has_it(match, dtype) if _is_wider(dtype, x.dtype) else "not cast to a wider dtype"
 
 
 @rewrite("rotate_half", to=lambda x, cos, sin: op(x, cos, sin, False), where=_halves)
 def rotate_half(x, cos, sin, half):
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+@rewrite("rotate_half_cast", to=lambda x, cos, sin, dtype: op(x.to(dtype), cos, sin, False), where=_halves)
+def rotate_half_cast(x, cos, sin, half, dtype):
+    """Each product has a cast of its own (ModernBERT), so that eager rounds two gradients and sums them."""
+    wide = x.to(dtype)
+    return x.to(dtype) * cos + torch.cat((-wide[..., half:], wide[..., :half]), -1) * sin
+
+
+def _is_wider(dtype: Any, than: torch.dtype) -> bool:
+    """Whether it is a dtype that holds all values of the other. (A narrower one rounds gradients before their sum.)"""
+    return isinstance(dtype, torch.dtype) and torch.promote_types(dtype, than) == dtype
 
 
 def _as_the_op_has_it(match: Match, dtype: torch.dtype) -> str | None:
@@ -109,11 +122,7 @@ def _pairs(match: Match) -> str | None:
         return "not split into every second element and those between"
     if not _beside_again(bound, rank):
         return "not stacked into pairs that lie beside each other"
-    if (
-        not isinstance(dtype, torch.dtype) or torch.promote_types(dtype, x.dtype) != dtype
-    ):  # a narrower dtype rounds each gradient before they are summed
-        return "not cast to a wider dtype"
-    return _as_the_op_has_it(match, dtype)
+    return _as_the_op_has_it(match, dtype) if _is_wider(dtype, x.dtype) else "not cast to a wider dtype"
 
 
 def _every_second(index: Any, first: int, width: int, rank: int) -> bool:
@@ -249,6 +258,6 @@ def anchors(graph):
     return [node for node in graph.nodes if _is_joined(node) or _is_first_of_pair(node) or _is_turned(node)]
 
 
-PASS = recognize(
-    "rope", [rotate_half, halves_apart, halves_of_slices, pairs, pairs_cast, pairs_of_slices, complex_numbers], anchors
-)
+HALVES = [rotate_half, rotate_half_cast, halves_apart, halves_of_slices]
+
+PASS = recognize("rope", [*HALVES, pairs, pairs_cast, pairs_of_slices, complex_numbers], anchors)

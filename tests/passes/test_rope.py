@@ -73,8 +73,14 @@ def unbound(q, k, cos, sin):
     return q * cos + half(q) * sin, k * cos + half(k) * sin
 
 
+def cast_twice(q, k, cos, sin):
+    """ModernBERT: each product has a cast of its own."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return tuple((x.float() * cos + rotate_half(x.float()) * sin).to(x.dtype) for x in (q, k))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spelling", [llama, swapped, own_negation, unbound])
+@pytest.mark.parametrize("spelling", [llama, swapped, own_negation, unbound, cast_twice])
 def test_matches(spelling, dtype):
     check(
         spelling,
@@ -124,6 +130,12 @@ def test_tables_of_another_dtype(dtypes):
         expect={"rope": 2},
         tol=1e-2,
     )
+
+
+def test_casts_to_a_narrower_dtype():
+    """Eager rounds each of the two gradients, so that one cast is not the same."""
+    rows = [random(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2)]
+    check(cast_twice, *rows, *tables(dtype=torch.float32), passes=PASSES, expect={}, tol=1e-5)
 
 
 def apart(x, cos, sin):
@@ -356,6 +368,12 @@ def test_never_across_a_mutation():
         y.add_(1.0)
         return y * c + r * s
 
+    def cast(x, c, s):
+        wide, again = x.float(), x.float()
+        r = rotate_half(again)
+        wide.add_(1.0)
+        return wide * c + r * s
+
     def table(x, c, s):
         c = c * 1.0
         p = x * c
@@ -363,6 +381,9 @@ def test_never_across_a_mutation():
         return p + rotate_half(x) * s + c
 
     check(fn, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES, expect={})
+    check(
+        cast, random(2, 4, 5, 8, dtype=torch.bfloat16), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES, expect={}
+    )
     check(table, random(2, 4, 5, 8, grad=False), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES, expect={})
 
 
