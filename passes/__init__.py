@@ -75,6 +75,7 @@ ORDER = (
     "providers",
     "gather_rows",
     "choose_provider",
+    "attention_gradient",
     "attention_by_heads",
     "grouped_operands",
     "cleanup",

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.support.models.packed import gradients, pair
 from tests.support.offline import finish, start
@@ -60,6 +61,23 @@ class Numbered(torch.nn.Module):
 
     def forward(self, x):
         return x * ((self.number % 3) * 0.5)
+
+
+@pytest.mark.gpu
+@shows("CUDNN_GRADIENT_LAYOUT")
+def test_cudnn_gradient_layout():
+    """The second gradient is the first columns of wider rows, the first one was not."""
+    q = torch.randn(2, 64, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+    dense = torch.randn(2, 64, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    wide = torch.randn(2, 64, 12, 64, device="cuda", dtype=torch.bfloat16)[:, :, :4].transpose(1, 2)
+
+    def gradient(kernel, grad):
+        with sdpa_kernel(kernel):
+            return torch.autograd.grad(F.scaled_dot_product_attention(q, q, q), q, grad)[0]
+
+    gradient(SDPBackend.CUDNN_ATTENTION, dense)
+    ours, right = (gradient(kernel, wide) for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH))
+    assert (ours - right).float().norm() < 0.05 * right.float().norm()
 
 
 @shows("REMAINDERS_OF_SYMBOLS", torch._dynamo.exc.BackendCompilerFailed)

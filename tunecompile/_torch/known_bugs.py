@@ -81,6 +81,14 @@ GUARD_TAGS = Fault(
     issue="pytorch#180741",
 )
 
+CUDNN_GRADIENT_LAYOUT = Fault(
+    "torch",
+    "cuDNN's attention reads the gradient of its output as it lay in the first call of the same sizes, query, key and "
+    "value: where layers differ in it (Flux), gradients are wrong or memory is read that is not there",
+    "In compiled layers it is copied into the output's layout",
+    issue="pytorch#191576",
+)
+
 REMAINDERS_OF_SYMBOLS = Fault(
     "torch",
     "a remainder of an integer that is a symbol cannot become a float (TensorReferenceAnalysis has no python_mod)",
