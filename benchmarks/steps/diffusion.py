@@ -15,7 +15,6 @@ whose names end in `-tiny` are for trials.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs without an installati
 
 from benchmarks._results import ENVIRONMENT, print_row, run_apart, system_apart
 from benchmarks._steps import tell, train
+from tunecompile._torch.known_bugs import CUDNN_GRADIENT_LAYOUT
 from tunecompile.cli.compare.spec import system
 from tunecompile.estimate.denoisers import CAPTION, DENOISERS, FLUX, QWEN, TARGETS, WAN, arguments
 
@@ -63,8 +63,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cudnn",
         action=argparse.BooleanOptionalAction,
-        help="torch's attention by cuDNN, in all systems; by default not where torch is 2.11: diffusers' own attention ended "
-        "in an illegal access to memory there (H200)",
+        help="torch's attention by cuDNN, in all systems; by default in ours alone while torch has the fault by which the "
+        "others' gradients are wrong, or end in an illegal access to memory (tunecompile doctor tells it)",
     )
     parser.add_argument("--systems", default=f"hf,hf-checkpoint,{BLOCKS},tunecompile")
     parser.add_argument("--steps", type=int, default=10, help="timed steps at least; each bucket is timed as often")
@@ -72,10 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder for the processes' output")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # the process of one system
-    given = parser.parse_args()
-    if given.cudnn is None:
-        given.cudnn = not importlib.metadata.version("torch").startswith("2.11.")
-    return given
+    return parser.parse_args()
 
 
 def sizes_of(pixels: int, buckets: int) -> list[tuple[int, int]]:
@@ -197,7 +194,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    torch.backends.cuda.enable_cudnn_sdp(given.cudnn)
+    torch.backends.cuda.enable_cudnn_sdp(by_cudnn(given, given.systems))
     model = prepare(build(given, device, dtype), given.systems, device)
     row = train(model, steps(model, given), untimed(given), LR, device)
     if given.systems != BLOCKS and system(given.systems).engine == "tunecompile" and row["status"] == "ok":
@@ -207,10 +204,17 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
+def by_cudnn(given: argparse.Namespace, name: str) -> bool:
+    """Whether a system may use cuDNN's attention."""
+    if given.cudnn is not None:
+        return given.cudnn
+    return not CUDNN_GRADIENT_LAYOUT.present or (name != BLOCKS and system(name).engine == "tunecompile")
+
+
 def run(given: argparse.Namespace, name: str, _folder: str, seconds: float) -> dict[str, Any]:
     """The row of one system, from a process of its own."""
     options = ("model", "mode", "layers", "pixels", "buckets", "frames", "rows", "text", "steps")
-    more = "--alone", "--cudnn" if given.cudnn else "--no-cudnn"
+    more = "--alone", "--cudnn" if by_cudnn(given, name) else "--no-cudnn"
     return system_apart(given, __file__, name, options, seconds, *more)
 
 
@@ -223,10 +227,10 @@ def main() -> int:
     about = {"model": given.model, "mode": given.mode, "budget_gib": None, "rank": RANK, "text": given.text}
     about |= {"shape": f"{given.rows}x{'~' * (given.buckets > 1)}{given.pixels}px", "images": given.buckets}
     about |= {"frames": given.frames} if given.frames > 1 else {}
-    about |= {"attention": "cudnn" if given.cudnn else "without cuDNN"}
     about |= {"layers": given.layers} if given.layers else {}
     cases = {
-        name: {"system": name, "checkpointing": name != BLOCKS and bool(system(name).checkpointing), **about}
+        name: {"system": name, "checkpointing": name != BLOCKS and bool(system(name).checkpointing)}
+        | {"attention": "cudnn" if by_cudnn(given, name) else "without cuDNN", **about}
         for name in given.systems.split(",")
     }
     return run_apart(given, cases, save=lambda *_: None, run=lambda *of: run(given, *of), tell=tell)
