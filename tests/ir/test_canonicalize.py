@@ -1,5 +1,7 @@
 """Respelling changes no value: every spelling of the table against what torch computes, and equal spellings become equal graphs."""
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -392,3 +394,29 @@ def of_what_an_operator_writes(x):
 @pytest.mark.parametrize("fn", [before_an_addition, of_a_view, of_what_an_operator_writes])
 def test_a_copy_of_what_is_written_later_stays(fn):
     check(fn, random(2, 4), passes=[])
+
+
+def scaled_twice(x):
+    return torch.mul(x * 2, 0.25) + (x * 3.0) * x
+
+
+def a_number_that_is_read_too(x):
+    y = x * 2.0
+    return y * 0.5 + y
+
+
+def scaled_in_place_between(x):
+    y = x.clone()
+    z = y * 2.0
+    y.mul_(3.0)
+    return z * 0.5 + y
+
+
+NUMBERS = [(scaled_twice, [0.5, 3.0]), (a_number_that_is_read_too, [2.0, 0.5]), (scaled_in_place_between, [2.0, 0.5])]
+
+
+@pytest.mark.parametrize("fn, factors", NUMBERS)
+def test_numbers_that_multiply_one_after_the_other_are_one(fn, factors):
+    (made,) = check(fn, random(2, 4), passes=[]).graphs
+    products = [node.args[1] for node in made.nodes if node.target is operator.mul]
+    assert [each for each in products if isinstance(each, float)] == factors

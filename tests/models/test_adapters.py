@@ -8,7 +8,7 @@ from torch import nn
 
 import tunecompile
 from tests.support import zoo
-from tests.support.compare import assert_same_step
+from tests.support.compare import assert_close, assert_same_step
 from tests.support.models.pairs import attending, compiled_slots, optimized, small
 from tests.support.notes import EAGER, find, has
 from tunecompile.errors import NotOptimized
@@ -52,6 +52,33 @@ def test_adapter_added_after_optimize():
         tunecompile.report(base)
     merged, expected = (m.merge_and_unload().eval()(zoo.batch()["input_ids"]).logits for m in (model, reference))
     assert torch.allclose(merged, expected, atol=1e-5)
+
+
+class Multiplied(nn.Module):
+    """An adapter that is no part of the model and takes its linear's place, as kohya's scripts and their kin have it."""
+
+    def __init__(self, linear, rank=2, alpha=1.0):
+        super().__init__()
+        self.down = nn.Linear(linear.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, linear.out_features, bias=False)
+        self.multiplier, self.scale = 1.0, alpha / rank
+        self.linear, linear.forward = linear.forward, self.forward
+
+    def forward(self, x):
+        return self.linear(x) + self.up(self.down(x)) * self.multiplier * self.scale
+
+
+def test_adapters_outside_the_model():
+    def trained(optimize: bool):
+        model = attending().requires_grad_(False)
+        linears = [module for path, module in model.named_modules() if path.endswith("q_proj")]
+        adapters = nn.ModuleList([Multiplied(linear) for linear in linears])
+        loss, _ = zoo.step(optimized(model) if optimize else model, zoo.batch())
+        return (loss, {name: each.grad for name, each in adapters.named_parameters()}), model
+
+    (expected, _), (ours, model) = trained(False), trained(True)
+    assert_close(ours, expected)
+    assert {m.family: m.rewritten for m in tunecompile.report(model).matches}["lora"] == 1
 
 
 @pytest.mark.slow

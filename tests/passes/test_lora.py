@@ -25,6 +25,7 @@ SPELLINGS = [
     lambda x, w, a, b: torch.add(F.linear(x, w), torch.mul(F.linear(F.linear(x, a), b), 2)),
     lambda x, w, a, b: (F.linear(x.to(x.dtype), w) + F.linear(F.linear(x.to(a.dtype), a), b) * 0.5).to(x.dtype),
     lambda x, w, a, b: lora(x, w, a, b, scale=1.0),
+    lambda x, w, a, b: F.linear(x, w) + F.linear(F.linear(x, a), b) * 1.0 * 0.5,
     lambda x, w, a, b: x @ w.T + x @ a.T @ b.T * 0.5,
     lambda x, w, a, b: torch.matmul(x, w.t()) + F.linear(F.linear(x, a), b) * 0.5,
 ]

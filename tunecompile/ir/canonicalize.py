@@ -107,16 +107,33 @@ def _binary(target: Callable) -> Spell:
     def spell(node: Node) -> Spelling | None:
         if node.kwargs or len(node.args) != 2:  # alpha=, rounding_mode=, out=: another operation
             return None
-        left, right = node.args
+        sides: Any = node.args
+        left, right = sides
         # not in half precision: CUDA's autocast computes powers in fp32, and products as they are
         if target is operator.mul and left is right and isinstance(left, Node) and dtype_of(left) not in HALF:
             return "call_function", operator.pow, (left, 2), {}
+        if target is operator.mul and _is_factor(right) and (scaled := _scaled(left, node)) is not None:
+            return "call_function", target, (scaled[0], scaled[1] * right), {}
         wide = isinstance(left, Node) and dtype_of(left) in (torch.float32, torch.float64)
         if target is operator.pow and wide and isinstance(right, float) and right == -0.5:
             return "call_function", torch.rsqrt, (left,), {}
         return "call_function", target, (left, right), {}
 
     return spell
+
+
+def _scaled(node: Any, reader: Node) -> tuple[Any, float] | None:
+    """The tensor and the number of a product that only another number multiplies, as adapters of kohya have it."""
+    if not isinstance(node, Node) or node.target is not operator.mul or len(node.users) != 1:
+        return None
+    arguments: Any = node.args
+    scaled, factor = arguments
+    floating = isinstance(value(node), torch.Tensor) and value(node).is_floating_point()
+    return (scaled, factor) if floating and _is_factor(factor) and not _barrier_between(node, reader) else None
+
+
+def _is_factor(item: Any) -> bool:
+    return isinstance(item, (int, float)) and not isinstance(item, bool)
 
 
 def _unary(target: Callable) -> Spell:
@@ -347,10 +364,10 @@ def canonicalize_graph(graph: Graph) -> None:
             continue
         spell = TABLE.get(node.target)
         if spell is not None and (spelling := spell(node)) is not None:
-            given = node.all_input_nodes
+            given = [each for each in node.all_input_nodes if _transposed(each) is not None or _scaled(each, node)]
             node.op, node.target, node.args, node.kwargs = spelling
             for source in given:
-                if _transposed(source) is not None and not source.users:
+                if not source.users:
                     graph.erase_node(source)
             if (same := _identity(node)) is not None:
                 node.replace_all_uses_with(same)
