@@ -1,9 +1,11 @@
 """Causal attention of heads that are wider than vendors' fused kernels take, where blocks of queries are faster.
 
 torch has a slow kernel for these, or none: "efficient" (`compiler.attention_backend` measures both). And attention of
-one query a row over a cache, for which torch repeats the heads of keys and values."""
+one query a row over a cache, for which torch repeats the heads of keys and values; also where a model's code writes it
+out, with sinks or soft-capped scores."""
 
 from collections.abc import Callable
+from dataclasses import replace as replaced
 from typing import Any
 
 import torch
@@ -11,7 +13,16 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from tunecompile.compiler.attention_backend import takes_blocks
-from tunecompile.compiler.attention_calls import attention_arguments, unrepeated_pair, views_behind
+from tunecompile.compiler.attention_calls import (
+    LOWEST,
+    AttentionArguments,
+    FoundAttention,
+    attention_arguments,
+    leave_out_weights,
+    read_written_out,
+    unrepeated_pair,
+    views_behind,
+)
 from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed
@@ -30,6 +41,19 @@ def run(graph: Graph, context: Context) -> None:
 
 def _one_query(graph: Graph, context: Context) -> None:
     _rewrite_calls(graph, context, _ONE, _has_one_query, _over_cache)
+    tally = MatchCount(_ONE)
+    for node in list(graph.nodes):
+        found = read_written_out(node, context.weights_unread)
+        if found is None or not _is_of_one(value(node)):
+            continue
+        if reason := _written_out(graph, node, found):
+            tally.refuse(f"{_ONE}: {reason}{where_from(node)}")
+            continue
+        leave_out_weights(graph, found)
+        erase_dead(graph, [node, *found.inside])
+        tally.rewrote(f"{_ONE}{where_from(node)}")
+    if tally.found:
+        context.tallies.append(tally)
 
 
 def _rewrite_calls(
@@ -72,24 +96,40 @@ def _in_blocks(graph: Graph, node: Node) -> str | None:
     return replace(graph, (node,), in_blocks, {"query": call.query, "key": key, "values": val})
 
 
+def _is_of_one(made: torch.Tensor) -> bool:
+    """Whether this is attention of one query a row: [rows, heads, 1, width]."""
+    return made.dim() == 4 and type(made.shape[2]) is int and made.shape[2] == 1
+
+
 def _has_one_query(node: Node) -> bool:
-    made = value(node)
-    return (
-        made.dim() == 4
-        and type(made.shape[2]) is int
-        and made.shape[2] == 1
-        and attention_arguments(node).mask is not None
-    )
+    return _is_of_one(value(node)) and attention_arguments(node).mask is not None
 
 
 def _over_cache(graph: Graph, node: Node) -> str | None:
-    call, dtype = attention_arguments(node), value(node).dtype
+    call = attention_arguments(node)
+    return _by_one_query(graph, node, call, {node, *views_behind(call.key), *views_behind(call.value)})
+
+
+def _written_out(graph: Graph, node: Node, found: FoundAttention) -> str | None:
+    if found.heads or any(found.orders) or len(found.terms) != 1 or found.terms[0].joined:
+        return "heads or masks stand otherwise"
+    (term,) = found.terms
+    if term.factor != 1 or (term.fill is not None and not (term.keeps and term.fill <= LOWEST)):
+        return "scores are masked otherwise than by a sum"
+    if not value(term.mask).is_floating_point() and term.fill is None:
+        return f"a mask of {value(term.mask).dtype} is added"
+    return _by_one_query(graph, node, replaced(found.arguments, mask=term.mask), {node, *found.inside})
+
+
+def _by_one_query(graph: Graph, node: Node, call: AttentionArguments, inside: set[Node]) -> str | None:
+    dtype = value(node).dtype
     key, val = unrepeated_pair(call)
     q, k, v, mask = (value(each) for each in (call.query, key, val, call.mask))
     if any(x.requires_grad for x in (q, k, v)) or call.dropout:
         return "it has a backward, or dropout"
-    if mask.dtype != torch.bool or mask.dim() != 4 or [str(n) for n in mask.shape[1:3]] != ["1", "1"]:
-        return "a mask that is not one of bools for all heads"
+    masks = mask.dtype == torch.bool or mask.is_floating_point()
+    if not masks or mask.dim() != 4 or [str(n) for n in mask.shape[1:3]] != ["1", "1"]:
+        return "a mask that is not one for all heads"
     rows, heads, _, width = k.shape  # tokens may be symbols of their own, which the call has to be equal
     if str((*v.shape[:2], v.shape[3], q.shape[0], q.shape[3])) != str((rows, heads, width, rows, width)):
         return "queries, keys and values differ in rows, heads or width"
@@ -98,15 +138,16 @@ def _over_cache(graph: Graph, node: Node) -> str | None:
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     if not isinstance(scale, (int, float)):
         return "a scale that is a tensor"
-    if is_disturbed(first_of(graph, {node, *views_behind(call.key), *views_behind(call.value)}), node):
+    if is_disturbed(first_of(graph, inside), node):
         return DISTURBED
-    casts = any(x.dtype != dtype for x in (q, k, v))
+    casts, softcap = any(x.dtype != dtype for x in (q, k, v)), float(call.softcap)
 
-    def over_cache(query: Any, key: Any, values: Any, mask: Any) -> Any:
+    def over_cache(query: Any, key: Any, values: Any, mask: Any, sinks: Any) -> Any:
         rows = [x.to(dtype) for x in (query, key, values)] if casts else (query, key, values)  # as autocast would
-        return one_query_attention(*rows, mask, scale)
+        return one_query_attention(*rows, mask, scale, sinks, softcap)
 
-    return replace(graph, (node,), over_cache, {"query": call.query, "key": key, "values": val, "mask": call.mask})
+    bound = {"query": call.query, "key": key, "values": val, "mask": call.mask, "sinks": call.sinks}
+    return replace(graph, (node,), over_cache, bound)
 
 
 PASS = Pass(_FAMILY, "recognize", run, provides=frozenset({_FAMILY}))

@@ -2,8 +2,8 @@
 
 A row of a rollout has one query: heads and rows alone would leave most of a GPU idle. So each program takes a part of
 the keys of one head, for all queries that share it, and keeps a maximum, a sum and a weighted sum of values;
-`combine_kernel` joins them (Flash-Decoding: https://pytorch.org/blog/flash-decoding). Keys that the mask hides are not
-read."""
+`combine_kernel` joins them (Flash-Decoding: https://pytorch.org/blog/flash-decoding), and the sink of a head, one more
+score without a value. Keys that the mask hides are not read."""
 
 from __future__ import annotations
 
@@ -19,6 +19,19 @@ PROGRAMS = 512  #: of one call, about: heads of all rows, and parts of the keys
 MOST = 32  #: parts
 STEP = 64  #: keys at once
 LOG2E = tl.constexpr(1.4426950408889634)
+#: half of fp16's least number: what is added to a score that counts for nothing is less
+HIDDEN = tl.constexpr(-32752.0)
+
+
+@triton.jit
+def _mask(mask, token, end, stride, ADDED: tl.constexpr):
+    """(Which keys are seen, what is added to their scores)."""
+    if ADDED:
+        added = tl.load(mask + token * stride, mask=token < end, other=-float("inf")).to(tl.float32)
+        return added > HIDDEN, tl.where(added > HIDDEN, added, 0.0)
+    else:
+        seen = tl.load(mask + token * stride, mask=token < end, other=0) != 0
+        return seen, seen
 
 
 @triton.jit
@@ -41,6 +54,8 @@ def part_kernel(
     mask_row,
     mask_token,
     SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # 0: none
+    ADDED: tl.constexpr,  # whether the mask is added
     GROUP: tl.constexpr,  # heads of queries that share one of keys
     D: tl.constexpr,
     PARTS: tl.constexpr,
@@ -62,22 +77,27 @@ def part_kernel(
     begin, end = part * each, tl.minimum(part * each + each, length)
     mask += row * mask_row
     token = begin + tl.arange(0, STEP)
-    seen = tl.load(mask + token * mask_token, mask=token < end, other=0) != 0
+    seen, added = _mask(mask, token, end, mask_token, ADDED)
     for _ in range(begin, end, STEP):
         at = token.to(tl.int64)
         there = seen[:, None] & (d < D)[None, :]
         keys = tl.load(k + at[:, None] * k_token + d[None, :], mask=there, other=0.0)
         values = tl.load(v + at[:, None] * v_token + d[None, :], mask=there, other=0.0)
         token += STEP
-        then = tl.load(mask + token * mask_token, mask=token < end, other=0) != 0  # loads of keys would wait for it
-        scores = tl.dot(query, tl.trans(keys)) * (SCALE * LOG2E)
+        then, add = _mask(mask, token, end, mask_token, ADDED)  # loads of keys would wait for it
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE
+        if SOFTCAP > 0:  # c tanh(s / c)
+            scores = SOFTCAP - 2 * SOFTCAP / (1 + tl.exp2(scores * (2 * LOG2E / SOFTCAP)))
+        if ADDED:
+            scores += added[None, :]
+        scores *= LOG2E
         scores = tl.where(seen[None, :], scores, -1.0e38)
         new = tl.maximum(top, tl.max(scores, 1))
         weights = tl.where(seen[None, :], tl.exp2(scores - new[:, None]), 0.0)
         shrink = tl.exp2(top - new)
         total = total * shrink + tl.sum(weights, 1)
-        out = out * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
-        top, seen = new, then
+        out = out * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        top, seen, added = new, then, add
     place = (row * tl.num_programs(1) + head) * PARTS + part
     tl.store(sums + place * GROUP * D + g[:, None] * D + d[None, :], out, mask=mine)
     tl.store(tops + place * 2 * GROUP + g, top, mask=g < GROUP)
@@ -85,44 +105,93 @@ def part_kernel(
 
 
 @triton.jit
+def _of_hidden(v, mask, length, token_stride, mask_stride, d, D: tl.constexpr, STEP: tl.constexpr):
+    """The values of keys that are all hidden, weighed by what is added: beside it scores vanish."""
+    top = -float("inf")
+    for begin in range(0, length, STEP):
+        token = begin + tl.arange(0, STEP)
+        added = tl.load(mask + token * mask_stride, mask=token < length, other=-float("inf")).to(tl.float32)
+        top = tl.maximum(top, tl.max(added, 0))
+    whole, made = 0.0, tl.zeros([d.shape[0]], tl.float32)
+    for begin in range(0, length, STEP):
+        token = begin + tl.arange(0, STEP)
+        added = tl.load(mask + token * mask_stride, mask=token < length, other=-float("inf")).to(tl.float32)
+        weights = tl.exp(added - top)
+        there = (token < length)[:, None] & (d < D)[None, :]
+        values = tl.load(v + token[:, None].to(tl.int64) * token_stride + d[None, :], mask=there, other=0.0)
+        whole += tl.sum(weights, 0)
+        made += tl.sum(weights[:, None] * values, 0)
+    return made / whole
+
+
+@triton.jit
 def combine_kernel(
     sums,
     tops,
+    v,
+    mask,
+    sinks,  # [heads], or None
     out,  # [rows, heads, 1, D], contiguous
+    length,
+    v_row,
+    v_head,
+    v_token,
+    mask_row,
+    mask_token,
+    HEADS: tl.constexpr,  # of keys
+    SINKS: tl.constexpr,
+    ADDED: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PARTS: tl.constexpr,
     D_POW2: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Program (row and head of keys, query of its group)."""
     place, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part, d = tl.arange(0, PARTS), tl.arange(0, D_POW2)
     at = (place * PARTS + part) * 2 * GROUP + g
     top, total = tl.load(tops + at), tl.load(tops + at + GROUP)
-    share = tl.exp2(top - tl.max(top, 0))
+    most = tl.max(top, 0)
+    sink = most
+    if SINKS:
+        sink = tl.load(sinks + place % HEADS * GROUP + g).to(tl.float32) * LOG2E
+        most = tl.maximum(most, sink)
+    share = tl.exp2(top - most)
+    whole = tl.sum(total * share, 0)
+    if SINKS:
+        whole += tl.exp2(sink - most)
     there = (d < D)[None, :]
     parts = tl.load(sums + ((place * PARTS + part) * GROUP + g)[:, None] * D + d[None, :], mask=there, other=0.0)
-    made = tl.sum(parts * share[:, None], 0) / tl.sum(total * share, 0)
+    made = tl.sum(parts * share[:, None], 0) / tl.where(whole == 0, 1.0, whole)
+    if ADDED:
+        if whole == 0:
+            row, head = place // HEADS, place % HEADS
+            v += row * v_row + head * v_head
+            made = _of_hidden(v, mask + row * mask_row, length, v_token, mask_token, d, D, STEP)
     tl.store(out + (place * GROUP + g) * D + d, made, mask=d < D)
 
 
-def forward(q, k, v, mask, scale):
+def forward(q, k, v, mask, scale, sinks=None, softcap=0.0):
     """Attention of one query a row.
 
     Args:
         q: [B, H, 1, D], bf16 or fp16, unit stride in D.
         k: [B, K, L, D], unit stride in D, where K divides H.
         v: as k.
-        mask: bool [B or 1, 1, 1, L], where the query sees the key. A query that sees none gives NaN.
+        mask: [B or 1, 1, 1, L]: bool, where the query sees the key, or floating, what is added to its score. A query
+            that sees none by the first kind gives 0.
         scale: of the scores.
+        sinks: [H], any floating dtype, contiguous, or None.
+        softcap: c of c tanh(score / c), before the mask; 0 for none.
 
     Returns:
         [B, H, 1, D], in q's dtype.
     """
-    return combine(*split(q, k, v, mask, scale), q.dtype)
+    return combine(*split(q, k, v, mask, scale, softcap), v, mask, sinks)
 
 
-def split(q, k, v, mask, scale):
+def split(q, k, v, mask, scale, softcap=0.0):
     """Parts of the keys, each by a program. Arguments: as `forward`.
 
     Returns:
@@ -140,23 +209,31 @@ def split(q, k, v, mask, scale):
         *(k.shape[2], q.stride(0), q.stride(1)),
         *k.stride()[:3],
         *v.stride()[:3],
-        *(mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3)),
-        **dict(SCALE=scale, GROUP=shared, D=width, PARTS=parts, STEP=STEP),
+        *_strides(mask),
+        **dict(
+            SCALE=scale, SOFTCAP=softcap, ADDED=mask.dtype != torch.bool, GROUP=shared, D=width, PARTS=parts, STEP=STEP
+        ),
         **dict(GROUP_POW2=max(16, next_power_of_2(shared)), D_POW2=max(16, next_power_of_2(width))),
         **dict(num_warps=4, num_stages=2),
     )
     return sums, tops
 
 
-def combine(sums, tops, dtype):
-    """The attention of all parts: [B, H, 1, D] in `dtype`, from the results of `split`."""
+def combine(sums, tops, v, mask, sinks=None):
+    """The attention of all parts: [B, H, 1, D] in v's dtype, from the results of `split`. Others: as `forward`."""
     rows, heads, parts, shared, width = sums.shape
-    out = torch.empty(rows, heads * shared, 1, width, dtype=dtype, device=sums.device)
+    out = torch.empty(rows, heads * shared, 1, width, dtype=v.dtype, device=sums.device)
     launch(
         combine_kernel,
         (rows * heads, shared),
-        *(sums, tops, out),
-        **dict(GROUP=shared, D=width, PARTS=parts, D_POW2=max(16, next_power_of_2(width)), num_warps=1),
-        num_stages=1,
+        *(sums, tops, v, mask, sinks, out),
+        *(v.shape[2], *v.stride()[:3], *_strides(mask)),
+        **dict(HEADS=heads, SINKS=sinks is not None, ADDED=mask.dtype != torch.bool, GROUP=shared, D=width),
+        **dict(PARTS=parts, D_POW2=max(16, next_power_of_2(width)), STEP=16, num_warps=1, num_stages=1),
     )
     return out
+
+
+def _strides(mask):
+    """Of its rows and keys."""
+    return mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3)

@@ -44,6 +44,28 @@ def after_a_token(q, k, v, mask):
     return over_cache(q, k, v, mask)
 
 
+def added(q, k, v, mask):
+    return over_cache(q, k, v, torch.where(mask, 0.0, -1e9))
+
+
+def written_out(sinks=True, cap=0.0):
+    """As transformers writes gpt-oss, and Gemma 2."""
+
+    def attention(q, k, v, mask):
+        k, v = (repeated(x, q.shape[1] // x.shape[1]) for x in (k, v))
+        scores = torch.matmul(q, k.transpose(2, 3)) * 0.3
+        scores = torch.tanh(scores / cap) * cap if cap else scores
+        scores = scores + torch.where(mask, 0.0, -1e9)
+        if not sinks:
+            return torch.matmul(scores.softmax(-1), v)
+        column = torch.linspace(-1, 1, HEADS).reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+        scores = torch.cat([scores, column], dim=-1)
+        scores = scores - scores.max(dim=-1, keepdim=True).values
+        return torch.matmul(F.softmax(scores, dim=-1)[..., :-1], v)
+
+    return attention
+
+
 def written_between(q, k, v, mask):
     """Keys are repeated before they are written to: the call reads the old ones."""
     old = repeated(k, 2)
@@ -51,7 +73,7 @@ def written_between(q, k, v, mask):
     return F.scaled_dot_product_attention(q, old, repeated(v, 2), attn_mask=mask, scale=0.3) + k.sum()
 
 
-@pytest.mark.parametrize("fn", [over_cache, after_a_token])
+@pytest.mark.parametrize("fn", [over_cache, after_a_token, added, written_out(), written_out(False, cap=2.0)])
 @pytest.mark.parametrize("keys", [2, 4])
 def test_one_query_over_a_cache(fn, keys):
     if fn is after_a_token and keys != 2:
@@ -63,8 +85,9 @@ def per_head(q, k, v, mask):
     return over_cache(q, k, v, mask.expand(-1, HEADS, -1, -1) & (torch.arange(HEADS)[None, :, None, None] < 9))
 
 
-def added(q, k, v, mask):
-    return over_cache(q, k, v, torch.where(mask, 0.0, -1e9))
+def of_all_heads(q, k, v, mask):
+    """A mask for each head, in scores that are written out."""
+    return written_out()(q, k, v, mask.expand(-1, HEADS, -1, -1) & (torch.arange(HEADS)[None, :, None, None] < 9))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +96,9 @@ def added(q, k, v, mask):
         (over_cache, cached(queries=2), False),
         (over_cache, cached(grad=True), True),
         (per_head, cached(), False),
-        (added, cached(), False),
+        (of_all_heads, cached(), False),
+        (written_out(), cached(queries=2), False),
+        (written_out(), cached(grad=True), True),
         (written_between, cached(), False),
     ],
 )

@@ -33,6 +33,7 @@ from tests.support.planted_functions import (
     layer_norm,
     modulated_norm,
     norm,
+    one_query,
     quantised,
     residual_layer_norm,
     residual_modulated_norm,
@@ -429,6 +430,21 @@ SUBJECTS = {
         lambda op, q, k, v: op(q, k, v, 0.7)[0],
         lambda dtype: [random(2, heads, 5, 3, dtype=dtype) for heads in (4, 2, 2)],
         ((f"{RECOGNIZE}.causal_attention", "causal_attention"),),
+    ),
+    "attention of one query": Subject(
+        "attention/causal",
+        "one_query_attention",
+        one_query,
+        lambda op, q, k, v, sinks, mask: op(q, k, v, mask, 0.7, sinks, 1.5),
+        lambda dtype: [
+            *(random(2, heads, n, 3, dtype=dtype, grad=False) for heads, n in ((4, 1), (2, 5), (2, 5))),
+            *(
+                random(4, dtype=dtype, grad=False),
+                torch.tensor([0.0, -1e9, 0.3, 0.0, -1e9], dtype=dtype).expand(2, 1, 1, 5),
+            ),
+        ],
+        ((f"{RECOGNIZE}.causal_attention", "one_query_attention"),),
+        ("one_query_attention",),
     ),
     "attention of branches": Subject(
         "attention/branches",

@@ -139,3 +139,11 @@ def by_factors(q, k, v, dropout):
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
     weights = (torch.einsum("qhd,khd->hqk", q, k) * 0.7).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights * factors, v)
+
+
+def one_query(q, k, v, sinks, mask):
+    """Attention over a cache, as transformers writes it: soft-capped scores, a mask that is added, sinks."""
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = torch.tanh(torch.matmul(q, k.transpose(2, 3)) * 0.7 / 1.5) * 1.5 + mask
+    scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)], dim=-1)
+    return torch.matmul(F.softmax(scores, dim=-1)[..., :-1], v)

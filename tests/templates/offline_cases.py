@@ -411,9 +411,16 @@ def axes(many=1, batch=1, device="cpu"):
             lambda q, k, v, mask: one_query.split(q, k, v, mask, 0.1),
             [e(8, 32, 1, 128), *[e(8, 8, 10 * rows, 128)] * 2, e(8, 1, 1, 10 * rows, dtype=torch.bool)],
         ),
+        "one_query_split_added": (
+            lambda q, k, v, mask: one_query.split(q, k, v, mask, 0.1, 50.0),
+            [e(8, 32, 1, 128), *[e(8, 8, 10 * rows, 128)] * 2, e(8, 1, 1, 10 * rows)],
+        ),
         "one_query_combine": (
-            lambda sums, tops: one_query.combine(sums, tops, torch.bfloat16),
-            [e(8, 8, 8, 4, 128, dtype=torch.float32), e(8, 8, 8, 2, 4, dtype=torch.float32)],
+            lambda sums, tops, v, mask, sinks: one_query.combine(sums, tops, v, mask, sinks),
+            [
+                *(e(8, 8, 8, *shape, dtype=torch.float32) for shape in ((4, 128), (2, 4))),
+                *(e(8, 8, 10 * rows, 128), e(8, 1, 1, 10 * rows), e(32)),
+            ],
         ),
         "lora_mlp": (
             lambda d, gu, y, xa: lora_mlp.backward(d, gu, y, xa, (16, 16), width=28736),

@@ -93,7 +93,7 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         "lora_mlp_piece": ["both", "parts"],
         "few_rows_begin": ["parts", "xa"],
         "few_rows_dense": ["parts"],
-        "one_query_split": ["sums", "tops"],
+        **dict.fromkeys(["one_query_split", "one_query_split_added"], ["sums", "tops"]),
         "one_query_combine": ["out"],
         "few_rows_finish": ["out", "projected"],
         **dict.fromkeys(["experts_tiles", "experts_rows", "experts_input", "experts_narrow"], ["out"]),

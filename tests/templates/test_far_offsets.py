@@ -104,6 +104,7 @@ def integers(name, many):
     rows = 32 * many if name.startswith("attention") else 256 * many  # half of all
     values = {
         "mask": lambda place, size: np.ones_like(place),
+        "sinks": lambda place, size: np.full(place.shape, 0xFF80),  # -inf: a query that sees nothing reads values
         "labels": lambda place, size: np.full_like(place, 49151),
         "order": lambda place, size: np.full_like(place, size - 1),
         "places": lambda place, size: np.full_like(place, size - 1),

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
+from tunecompile.ops.attention.causal import one_query_attention  # noqa: E402
 from tunecompile.templates.attention import one_query  # noqa: E402
 
 
@@ -41,9 +42,36 @@ def test_as_torchs(device, rows, heads, shared, length, width, most, dtype, monk
     assert (found.double() - right).norm() / right.norm() < (5e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_sinks_soft_capped_scores_and_masks_that_are_added(device, added):
+    q, k, v, mask = case(device, 2, 2, 4, 300, 64, torch.float32)
+    sinks = torch.linspace(-2, 4, 8).to(device)
+    bias = torch.randn(mask.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    given = torch.where(mask, bias, torch.finfo(torch.bfloat16).min) if added else mask
+    scores = q.double() @ k.double().repeat_interleave(4, 1).mT * 0.5
+    scores = (3 * torch.tanh(scores / 3) + bias * added).masked_fill(~mask, -torch.inf)
+    weights = torch.cat([scores, sinks.double().view(1, -1, 1, 1).expand(2, -1, 1, 1)], -1).softmax(-1)[..., :-1]
+    found = one_query.forward(q, k, v, given, 0.5, sinks, 3.0)
+    torch.testing.assert_close(found.double(), weights @ v.double().repeat_interleave(4, 1), atol=1e-3, rtol=1e-3)
+
+
 def test_strided_operands_and_one_mask_for_all_rows(device):
     q, k, v, mask = case(device, 2, 2, 2, 70, 64, torch.float32)
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
     wide = q, *(x.repeat_interleave(2, 1) for x in (k, v))
     right = F.scaled_dot_product_attention(*wide, attn_mask=mask[:1], scale=0.2)
     torch.testing.assert_close(one_query.forward(q, k, v, mask[:1], 0.2), right, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("hidden", [torch.finfo(torch.bfloat16).min, -1e30, None])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_query_that_sees_no_key(device, hidden, sinks):
+    """As in eager code: beside a sum like this a score vanishes. torch's attention gives 0 for a mask of bools."""
+    q, k, v, mask = case(device, 2, 2, 4, 150, 64, torch.float32)
+    mask[1] = False
+    given = mask if hidden is None else torch.where(mask, 0.0, hidden)
+    column = torch.linspace(-2, 4, 8).to(device) if sinks else None
+    found = one_query.forward(q, k, v, given, 0.2, column)
+    right = one_query_attention.reference(q, k, v, given, 0.2, column, 0.0)
+    assert not found.isnan().any() and found[1].any() == (hidden is not None and not sinks)
+    torch.testing.assert_close(found, right, atol=1e-3, rtol=1e-3)

@@ -189,6 +189,13 @@ PLANTED = {
         ("one of the heads that share a key", ".sum(2)", "[:, :, 0]"),
         ("lost slope of the sums", "(grad * _wide(out0)).sum(-1, keepdim=True)", "0.0"),
     ],
+    "attention of one query": [
+        ("lost scale", "_wide(k).mT) * scale", "_wide(k).mT)"),
+        ("lost cap", "scores = softcap * torch.tanh(scores / softcap)", "pass"),
+        ("lost mask", "else scores + mask", "else scores"),
+        ("sinks in another order", "sinks.to(scores.dtype)", "sinks.to(scores.dtype).flip(0)"),
+        ("lost sinks", "if sinks is not None:", "if False:"),
+    ],
     "attention of branches": [
         ("one of the heads that share a key", ".sum(1)", "[:, 0]"),
         ("scale twice", "_of_heads(k, q).mT * scale", "_of_heads(k, q).mT * scale * scale"),

@@ -11,4 +11,4 @@ from tunecompile.compiler.attention_calls.calls import (
 )
 from tunecompile.compiler.attention_calls.found import LOWEST, AttentionArguments, FoundAttention, Term
 from tunecompile.compiler.attention_calls.weights import leave_out_weights
-from tunecompile.compiler.attention_calls.written_out import written_out_attention
+from tunecompile.compiler.attention_calls.written_out import read_written_out, written_out_attention

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -256,22 +256,35 @@ causal_attention_backward.room = causal_attention_in_blocks_backward.room = _bac
 
 
 @op(cost=Cost.MATMUL)
-def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def one_query_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Optional[Tensor], softcap: float
+) -> Tensor:
     """softmax(scale q k^T) v over the keys that a mask shows, with one query a row: a step of a rollout.
 
     Args:
         q: [B, H, 1, D], any floating dtype.
         k: [B, K, L, D] in q's dtype, where the number of heads K divides H: each is shared by H / K heads of q.
         v: as k.
-        mask: bool [B or 1, 1, 1, L], True where the query sees the key.
+        mask: [B or 1, 1, 1, L]: bool, True where the query sees the key; or of any floating dtype, added to scores. A
+            query that sees no key by the first kind gives 0, as torch's attention does.
         scale: of the scores, mostly 1 / sqrt(D).
+        sinks: [H], one more score in the softmax of each head, which has no value; or None.
+        softcap: c of c tanh(score / c), before the mask; 0 for none.
 
     Returns:
         [B, H, 1, D], in q's dtype. It has no backward.
     """
     together = q.unflatten(1, (k.shape[1], -1)).squeeze(3)
     scores = (_wide(together) @ _wide(k).mT) * scale
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(k.shape[1], -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    if mask.dtype == torch.bool:
+        weights = weights.where(mask, 0.0)
     return (weights @ _wide(v)).to(q.dtype).flatten(1, 2).unsqueeze(2)
 
 
@@ -288,7 +301,7 @@ def _refuse_one_query(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
 @one_query_attention.provider(
     "split_keys", because="programs share the keys of a row, and read each once", refuses=_refuse_one_query
 )
-def _(q, k, v, mask, scale):
+def _(q, k, v, mask, scale, sinks, softcap):
     from tunecompile.templates.attention import one_query
 
-    return one_query.forward(q, k, v, mask, scale)
+    return one_query.forward(q, k, v, mask, scale, None if sinks is None else sinks.contiguous(), softcap)
