@@ -68,6 +68,7 @@ ORDER = (
     "add_rms_norm",  # the sum that ends a rotation is not a residual, if it is normed
     "lora_mlp",  # gate|up, activation and down as one, where a template joins their backward
     "linear_4bit",  # what has no adapter, in rollouts
+    "packed_experts",  # of few rows, once biases and weights are in products
     "widened",
     "tile",
     "tile_rows",

@@ -21,21 +21,32 @@ NARROW = 64  #: a product of at most so many columns is an adapter's, and limite
 
 
 @triton.jit
-def tiles_kernel(offsets, out, rows, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
-    """Program: a tile. The tiles after the last one in use have no group."""
-    tile = tl.program_id(0)
+def tile_of(tile, starts, ends, rows, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """The group of a tile of rows, its first row, and where the group's rows end. Behind the last tile is no group.
+
+    starts, ends: offsets before and of each group, [GROUPS]. (Who calls it loads them: torch would take memory that a
+    function is given for memory that its results point to.)
+    """
     group = tl.arange(0, GROUPS)
-    ends = tl.load(offsets + group, mask=group < EXPERTS, other=0).to(tl.int32)
-    starts = tl.load(offsets + group - 1, mask=(group > 0) & (group <= EXPERTS), other=0).to(tl.int32)
-    ends = tl.where(group == EXPERTS, rows, ends)
+    starts, ends = starts.to(tl.int32), tl.where(group == EXPERTS, rows, ends.to(tl.int32))
     counts = tl.where(group <= EXPERTS, (ends - starts + ROWS - 1) // ROWS, 0)
     upto = tl.cumsum(counts, 0)
     mine = tl.sum((upto <= tile).to(tl.int32), 0)
     here = group == mine
     first = tl.sum(tl.where(here, starts + (tile - upto + counts) * ROWS, 0), 0)
-    tl.store(out + tile * 4, mine)
+    return mine, first, tl.sum(tl.where(here, ends, 0), 0)
+
+
+@triton.jit
+def tiles_kernel(offsets, out, rows, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """Program: a tile. The tiles after the last one in use have no group."""
+    tile, number = tl.program_id(0), tl.arange(0, GROUPS)
+    ends = tl.load(offsets + number, mask=number < EXPERTS, other=0)
+    starts = tl.load(offsets + number - 1, mask=(number > 0) & (number <= EXPERTS), other=0)
+    group, first, end = tile_of(tile, starts, ends, rows, EXPERTS, GROUPS, ROWS)
+    tl.store(out + tile * 4, group)
     tl.store(out + tile * 4 + 1, first)
-    tl.store(out + tile * 4 + 2, tl.sum(tl.where(here, ends, 0), 0))
+    tl.store(out + tile * 4 + 2, end)
 
 
 def tiles(offsets, rows, like):

@@ -128,7 +128,7 @@ def product_kernel(
                 mine = tl.minimum(mine, heights[i] - 1)
             total = times_rows(
                 *(mine, x, row[None, :].to(tl.int64) * K, there, weights[i]),
-                *(part * LENGTH, (t0, t1, t2, t3, t4, t5, t6, t7), K, LENGTH, FORMAT, STRIDE),
+                *(part * LENGTH, (t0, t1, t2, t3, t4, t5, t6, t7), K, LENGTH, FORMAT, STRIDE, 1),
                 *(BLOCKSIZE, ABSMAX_BLOCK, NESTED, PERMUTE, TILE, STEP, ROWS),
             )
             out = parts + (part * rows + row).to(tl.int64)[None, :] * columns + (tile * TILE + n)[:, None]

@@ -7,9 +7,10 @@ import triton.language as tl
 
 from .unpack import levels_of
 
-__all__ = ["DENSE", "times_rows"]
+__all__ = ["DENSE", "MXFP4", "times_rows"]
 
 DENSE = tl.constexpr("dense")
+MXFP4 = tl.constexpr("mxfp4")
 
 
 @triton.jit
@@ -18,13 +19,14 @@ def times_rows(
     x,
     at,  # int64 [1, ROWS], where rows begin in x
     there,  # [1, ROWS], whether they do
-    weight,  # packed or dense, absmax, and code, scale and offset of double quantisation
+    weight,  # packed or dense, absmax or exponents, and code, scale and offset of double quantisation
     begin,
     tables,
     K: tl.constexpr,
     LENGTH: tl.constexpr,  # columns from `begin` on
     FORMAT: tl.constexpr,
-    STRIDE: tl.constexpr,  # of a dense weight's rows
+    N_STRIDE: tl.constexpr,  # of a dense weight
+    K_STRIDE: tl.constexpr,
     BLOCKSIZE: tl.constexpr,
     ABSMAX_BLOCK: tl.constexpr,
     NESTED: tl.constexpr,
@@ -35,7 +37,9 @@ def times_rows(
 ):
     """The product of LENGTH columns, fp32 [TILE, ROWS]."""
     if FORMAT == DENSE:
-        return _dense(n, x, at, there, weight[0], begin, LENGTH, STRIDE, TILE, STEP, ROWS)
+        return _dense(n, x, at, there, weight[0], begin, LENGTH, N_STRIDE, K_STRIDE, TILE, STEP, ROWS)
+    elif FORMAT == MXFP4:
+        return _mxfp4(n, x, at, there, weight[0], weight[1], begin, tables, K, LENGTH, PERMUTE, TILE, STEP, ROWS)
     else:
         return _by_blocks(
             *(n, x, at, there, weight, begin, tables, K, LENGTH, FORMAT, BLOCKSIZE, ABSMAX_BLOCK, NESTED, PERMUTE),
@@ -52,18 +56,19 @@ def _dense(
     matrix,
     begin,
     LENGTH: tl.constexpr,
-    STRIDE: tl.constexpr,
+    N_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     k = begin + tl.arange(0, STEP)
-    matrix += n[:, None].to(tl.int64) * STRIDE + k[None, :]
+    matrix += n[:, None].to(tl.int64) * N_STRIDE + k[None, :].to(tl.int64) * K_STRIDE
     x += at + k[:, None]
     total = tl.zeros([TILE, ROWS], tl.float32)
     for _ in range(0, LENGTH, STEP):
         total = tl.dot(tl.load(matrix), tl.load(x, mask=there, other=0.0), total, input_precision="ieee")
-        matrix += STEP
+        matrix += STEP * K_STRIDE
         x += STEP
     return total
 
@@ -141,7 +146,7 @@ def _by_blocks(
     x += at + tl.arange(0, 64)[:, None]
     total = tl.zeros([TILE, ROWS], tl.float32)
     for k in range(begin, begin + LENGTH, STEP):
-        levels = levels_of(tl.load(words + k // 8), *tables, FORMAT == "fp4", PERMUTE)
+        levels = levels_of(tl.load(words + k // 8), *tables, FORMAT, PERMUTE)
         x0 = tl.load(x + k, mask=there, other=0.0)
         x1 = tl.load(x + k + 64, mask=there, other=0.0) if STEP == 128 else x0
         w0, w1 = _operands(levels, x0.dtype, TILE, STEP)
@@ -153,4 +158,41 @@ def _by_blocks(
         total += s0[:, None] * tl.dot(w0, x0)
         if STEP == 128:
             total += s1[:, None] * tl.dot(w1, x1)
+    return total
+
+
+@triton.jit
+def _mxfp4(
+    n,
+    x,
+    at,
+    there,
+    packed,
+    exponents,
+    begin,
+    tables,
+    K: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PERMUTE: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A block of 32 is shorter than what a thread has: levels are multiplied by its power of two, which is exact."""
+    words = _words(packed, n, K, STEP)
+    exponents += n[:, None].to(tl.int64) * (K // 32) + (tl.arange(0, STEP // 8) // 4)[None, :]
+    x += at + tl.arange(0, 64)[:, None]
+    total = tl.zeros([TILE, ROWS], tl.float32)
+    for k in range(begin, begin + LENGTH, STEP):
+        levels = levels_of(tl.load(words + k // 8), *tables, MXFP4, PERMUTE)
+        exponent = tl.load(exponents + k // 32).to(tl.int16)
+        power = tl.where(exponent == 0, 0x40, exponent << 7).to(tl.int16)  # 2^-127 is a subnormal
+        power = power.to(tl.bfloat16, bitcast=True)[:, :, None, None, None]
+        if not PERMUTE:  # Triton's interpreter multiplies bf16 by their bits
+            levels, power = levels.to(tl.float32), power.to(tl.float32)
+        x0 = tl.load(x + k, mask=there, other=0.0)
+        w0, w1 = _operands(levels * power, x0.dtype, TILE, STEP)
+        total = tl.dot(w0, x0, total)
+        if STEP == 128:
+            total = tl.dot(w1, tl.load(x + k + 64, mask=there, other=0.0), total)
     return total

@@ -1,4 +1,4 @@
-"""What passes find in a step of a rollout, which has no gradient: one query over a cache, and 4-bit linears of few rows."""
+"""What passes find in a step of a rollout, which has no gradient: one query over a cache, and 4-bit weights of few rows."""
 
 import importlib
 
@@ -8,19 +8,21 @@ import torch.nn.functional as F
 
 from tests.support.passes.functions import linear_4bit, repeated
 from tests.support.passes.run import Recorder, family, random
+from tunecompile.ops import dequantize_4bit, dequantize_mxfp4
 
 ATTENTION, LINEAR = family("one_query_attention"), family("nf4", "linear_4bit")
+EXPERTS = family("experts", "expert_biases", "nf4", "packed_experts")
 ROWS, HEADS, LENGTH, WIDTH = 2, 4, 10, 8
 
 
-def found(fn, *args, passes, grad=False):
+def found(fn, *args, passes, grad=False, tol=1e-5):
     """The ops in the graph, and why nothing was rewritten; the result has to be that of the function."""
     torch._dynamo.reset()
     recorder = Recorder(passes)
     with torch.set_grad_enabled(grad):
         expected = fn(*(arg.clone() for arg in args))
         torch.testing.assert_close(
-            torch.compile(fn, backend=recorder)(*(arg.clone() for arg in args)), expected, atol=1e-5, rtol=1e-5
+            torch.compile(fn, backend=recorder)(*(arg.clone() for arg in args)), expected, atol=tol, rtol=tol
         )
     return dict(recorder.seen.ops), recorder.seen.refused
 
@@ -109,14 +111,14 @@ def test_what_stays_torchs(fn, args, grad):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """The op's reference runs on the CPU."""
-    module = importlib.import_module("tunecompile.passes.recognize.nf4")
-    refused = module.refuse
+    for name, asked in (("nf4", "refuse"), ("experts.packed", "refuse_packed")):
+        module = importlib.import_module(f"tunecompile.passes.recognize.{name}")
 
-    def refuse(x, *others):
-        reason = refused(x, *others)
-        return None if reason is None or reason.code == "not-on-gpu" else reason
+        def refuse(*args, refused=getattr(module, asked)):
+            reason = refused(*args)
+            return None if reason is None or reason.code == "not-on-gpu" else reason
 
-    monkeypatch.setattr(module, "refuse", refuse)
+        monkeypatch.setattr(module, asked, refuse)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"double": False}, {"quant_type": "fp4"}], ids=str)
@@ -129,3 +131,36 @@ def test_linears_of_many_rows_or_with_a_gradient(on_a_gpu):
     layer = linear_4bit(n=128, k=128).requires_grad_(False)
     assert found(layer, random(65, 128, grad=False), passes=LINEAR)[0] == {"dequantize_4bit": 1}
     assert found(layer, random(3, 128), passes=LINEAR, grad=True)[0] == {"dequantize_4bit": 1}
+
+
+def by_mxfp4(x, codes, exponents, ends, bias, ids):
+    """As gpt-oss has its stacks: turned."""
+    stack = dequantize_mxfp4(codes, exponents, 4 * 64, 128, x.dtype).view(4, 64, 128).transpose(1, 2)
+    return torch._grouped_mm(x, stack, offs=ends) + bias[ids]
+
+
+def by_4_bits(x, codes, absmax, ends, bias, ids):
+    stack = dequantize_4bit(codes, absmax, None, None, None, 4 * 64, 128, 64, "nf4", x.dtype).view(4, 64, 128)
+    return torch._grouped_mm(x, stack.transpose(1, 2), offs=ends)
+
+
+def turned_otherwise(x, codes, absmax, ends, bias, ids):
+    """Codes run along what is not summed over: no row of theirs is one of a matrix."""
+    stack = dequantize_4bit(codes, absmax, None, None, None, 4 * 128, 64, 64, "nf4", x.dtype).view(4, 128, 64)
+    return torch._grouped_mm(x, stack, offs=ends)
+
+
+@pytest.mark.parametrize("fn", [by_mxfp4, by_4_bits, turned_otherwise])
+@pytest.mark.parametrize("rows", [10, 600])
+def test_packed_experts_of_few_rows(on_a_gpu, fn, rows):
+    codes, scales = (torch.randint(low, high, (4 * 64 * 128 // by,), dtype=torch.uint8) for low, high, by in FORMAT)
+    ends = torch.tensor([3, 3, rows - 3, rows], dtype=torch.int32)
+    ids = torch.arange(rows).ge(ends[:, None]).sum(0)
+    x, bias = (random(n, k, grad=False, dtype=torch.bfloat16) for n, k in ((rows, 128), (4, 64)))
+    scales = scales if fn is by_mxfp4 else torch.rand(4 * 64 * 128 // 64)
+    ops, _ = found(fn, x, codes, scales, ends, bias, ids, passes=EXPERTS, tol=2e-2)
+    few = rows == 10 and fn is not turned_otherwise
+    assert ops == {"packed_experts": 1} if few else "packed_experts" not in ops
+
+
+FORMAT = ((0, 256, 2), (120, 127, 32))  #: of MXFP4: from, to, weights

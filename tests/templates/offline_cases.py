@@ -96,6 +96,7 @@ def axes(many=1, batch=1, device="cpu"):
     from tunecompile.templates.attention import backward_pass as attention_backward
     from tunecompile.templates.attention import causal_softmax, one_query
     from tunecompile.templates.attention import forward_pass as attention
+    from tunecompile.templates.few_rows import experts as few_experts
     from tunecompile.templates.few_rows import launches as few_rows
     from tunecompile.templates.recurrent import selective_scan
     from tunecompile.templates.recurrent.channel_rule import backward_pass as channel_backward
@@ -110,6 +111,7 @@ def axes(many=1, batch=1, device="cpu"):
 
     rows, choices, length = 64 * many, 512 * many, 200 * many
     weight, experts_of = max(many >> 7, 1) * 1024, max(many >> 8, 1) * 128
+    inner = 2048 if many == 1 else 512  # of experts in 4 bits, whose blocks are counted in 32 bits
     sibling, siblings = max(weight >> 3, 1024), 3 if many == 1 else 1
     chunks, parts = (length + 63) // 64, (length + 31) // 32
 
@@ -402,6 +404,38 @@ def axes(many=1, batch=1, device="cpu"):
                 x, x, [nf4.Weight(w, None, None, None, None, weight)] * siblings, [], quant_type="dense"
             ),
             [e(8, 4096), e(weight, 4096)],
+        ),
+        "few_rows_experts": (
+            lambda x, p, absmax, code, scale, offset, ends, xa, b: few_experts.rows(
+                x, nf4.Weight(p, absmax, code, scale, offset, experts_of * 1536), ends, xa=xa, b=b
+            ),
+            [
+                e(choices, inner),
+                *packed(experts_of * 1536, inner),
+                offsets,
+                e(8, choices, 16, dtype=torch.float32),
+                e(1536, 16 * experts_of, dtype=torch.float32),
+            ],
+        ),
+        "few_rows_experts_mxfp4": (
+            lambda x, p, exponents, ends, bias: few_experts.rows(
+                x, nf4.Weight(p, exponents, None, None, None, experts_of * 1536), ends, quant_type="mxfp4", bias=bias
+            ),
+            [
+                e(choices, 2048),
+                *(e(experts_of * 1536 * 2048 // each, dtype=torch.uint8) for each in (2, 32)),
+                *(offsets, e(experts_of, 1536)),
+            ],
+        ),
+        "few_rows_experts_dense": (
+            lambda x, w, ends: few_experts.rows(
+                x, nf4.Weight(w, None, None, None, None, experts_of * 1536), ends, quant_type="dense"
+            ),
+            [e(choices, 2048), stack, offsets],
+        ),
+        "few_rows_downs": (
+            few_experts.downs,
+            [e(choices, 2048), e(16 * experts_of, 2048, dtype=torch.float32), offsets],
         ),
         "few_rows_finish": (
             lambda parts, xa, b: few_rows.finish(parts, xa, [b] * 3, [2.0, 2.0, 1.0], torch.bfloat16),

@@ -42,7 +42,7 @@ def test_compiles_within_the_card(card):
         assert line["shared"] <= SHARED_LIMIT[card] and 0 < line["registers"] <= 512, line
         assert line["spilled"] <= (SPILLED_ON_AMD if card.startswith("gfx") else 0 if card == "75" else SPILLED), line
         if name != "experts_tiles" and not card.startswith("gfx"):  # four numbers a program
-            few = ("scan_outputs", "scan_gradients", "one_query_combine")  # little is read, or by single columns
+            few = ("scan_outputs", "scan_gradients", "one_query_combine", "few_rows_downs")  # little, or single columns
             writes = line["wide_stores"] or name == "fp8_adapter" or name in few
             reads = line["wide_loads"] or name.startswith("experts_zero") or name in few  # offsets alone
             assert writes and reads, f"{name}: no 16-byte accesses on {card}"
@@ -93,6 +93,8 @@ def test_traced_launches_become_nodes_that_write_what_they_should():
         "lora_mlp_piece": ["both", "parts"],
         "few_rows_begin": ["parts", "xa"],
         "few_rows_dense": ["parts"],
+        **dict.fromkeys(["few_rows_experts", "few_rows_experts_mxfp4", "few_rows_experts_dense"], ["out"]),
+        "few_rows_downs": ["out"],
         **dict.fromkeys(["one_query_split", "one_query_split_added"], ["sums", "tops"]),
         "one_query_combine": ["out"],
         "few_rows_finish": ["out", "projected"],

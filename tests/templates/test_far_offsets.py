@@ -112,6 +112,8 @@ def integers(name, many):
     }
     if name.startswith(("attention", "experts")) and "zero" not in name:
         values["offsets"] = lambda place, size: rows * (np.minimum(place, 1) + (place == size - 1))
+    if name.startswith("few_rows"):  # a row more than whole tiles for each expert: as many tiles as there may be
+        values["offsets"] = lambda place, size: np.where(place == size - 1, 2 * rows, (15 * 64 + 1) * (place + 1))
     if "branches" in name:  # the last document goes on from the first
         values["places"] = lambda place, size: place
         values["tree"] = lambda place, size: np.where(

@@ -22,6 +22,7 @@ from tunecompile.ops.nf4 import dequantize_4bit
 from tunecompile.ops.norms.layer_norm import add_layer_norm, layer_norm
 from tunecompile.ops.norms.modulated_norm import add_modulated_norm, modulated_norm
 from tunecompile.ops.norms.rms_norm import add_rms_norm, rms_norm
+from tunecompile.ops.packed.experts import packed_experts
 from tunecompile.ops.packed.few_rows import linear_4bit
 from tunecompile.ops.packed.fp8_blocks import dequantize_fp8_blocks
 from tunecompile.ops.packed.mxfp4 import dequantize_mxfp4

@@ -8,6 +8,7 @@ import torch
 import tunecompile
 from tests.runtime.rollouts.calls import greedy, prompts
 from tests.support import zoo
+from tests.support.models import packed
 from tunecompile.runtime.model_state import state_of
 from tunecompile.runtime.parts import Rollouts
 
@@ -63,3 +64,24 @@ def test_packed_weights_are_read_as_exactly_as_dequantised_ones():
         ours.generate(**on_gpu(prompts()), **settings)
     launched = {event.key for event in profile.key_averages()}
     assert any("product_kernel" in name for name in launched), "\n".join(sorted(launched))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_that_have_rows_are_read_where_they_are(family):
+    """Adapted NF4 stacks of Qwen3, dense ones of gpt-oss; each token goes to all experts, which no rounding changes."""
+    shape = dict(hidden_size=256, intermediate_size=128, head_dim=64, num_hidden_layers=2)
+    shape |= packed.SIZES[family] | ({"moe_intermediate_size": 128} if family == "qwen3_moe" else {})
+    dense = zoo.make(family, **shape).to("cuda", torch.bfloat16).eval()
+    model, dense = packed.pair_of(dense, packed.OVER, ["q_proj"]) if family == "qwen3_moe" else [zoo.adapt(dense)] * 2
+    ours = tunecompile.optimize(copy.deepcopy(model).eval())
+    settings = greedy(return_dict_in_generate=True, output_logits=True, eos_token_id=None)
+    with autocast(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        made = ours.generate(**on_gpu(prompts()), **settings)
+    mask = torch.nn.functional.pad(on_gpu(prompts())["attention_mask"], (0, 20), value=1)
+    with torch.no_grad(), autocast():
+        places = (mask.cumsum(-1) - 1).clamp(min=0)
+        scored = dense(made.sequences, attention_mask=mask, position_ids=places).logits[:, 10:-1].float()
+    assert (torch.stack(made.logits, 1) - scored).norm() / scored.norm() < 2e-2
+    launched = {event.key for event in profile.key_averages()}
+    wanted = {"expert_rows_kernel", "part_kernel"}  # sinks among the queries' scores, too
+    assert wanted <= {name for name in wanted if any(name in each for each in launched)}, "\n".join(sorted(launched))

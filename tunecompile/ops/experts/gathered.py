@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
-from tunecompile.ops.experts import by_template
+from tunecompile.ops.experts import by_template, few_rows
 from tunecompile.ops.experts.grouped_linear import (
     CHOICES,
     TOKENS,
@@ -76,6 +76,7 @@ def gathered_lora_linear(
     return grouped_lora_linear.reference(spread(x, order, choices), weight, offsets, a, b, scales, transposed, bias)
 
 
+gathered_lora_linear.provider("few_rows", because=few_rows.BECAUSE, refuses=few_rows.refuse_gathered)(few_rows.gathered)
 gathered_lora_linear.provider(
     "triton",
     refuses=by_template.refuse,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
-from tunecompile.ops.experts import by_template
+from tunecompile.ops.experts import by_template, few_rows
 from tunecompile.ops.experts.adapter_stacks import downs, split_downs, split_ups, ups
 from tunecompile.ops.experts.products import (
     BY_TORCH,
@@ -91,6 +91,11 @@ def _forward(by: Products, x, weight, offsets, a, b, scales, transposed, bias) -
     xa = torch.where(inside(x.shape[0], offsets), xa, 0)
     y = y + by.rows(xa, ups(b, scales, experts, x.dtype), offsets)
     return zeroed_behind(y, offsets), xa
+
+
+@grouped_lora_linear.provider("few_rows", because=few_rows.BECAUSE, refuses=few_rows.refuse_dense)
+def _(x, weight, offsets, a, b, scales, transposed, bias):
+    return few_rows.gathered(x, None, 0, weight, offsets, a, b, scales, transposed, bias)
 
 
 @grouped_lora_linear.provider(
