@@ -102,7 +102,7 @@ def products(bench, name: str, sizes: tuple[int, ...], first: bool) -> None:
         torch._grouped_mm(x[order // choices], weight.transpose(1, 2), offs=offsets.int())
 
     def template(x, order, weight, offsets, a, b):
-        return by_template.forward(x, order, choices, weight, offsets, [a], [b], scales, False, None)
+        return by_template.forward(x, weight, offsets, [a], [b], scales, False, None, order=order, choices=choices)
 
     def torchs_back(grad, xa, x, order, weight, offsets, a, b):
         used = [True, False, True, True, False]
@@ -111,8 +111,9 @@ def products(bench, name: str, sizes: tuple[int, ...], first: bool) -> None:
 
     def template_back(grad, xa, x, order, weight, offsets, a, b):
         used = [True, False, True, True, False]
-        rest = (weight, offsets, [a], [b], scales, False, None, xa, used)
-        return [each for each in by_template.backward(grad, None, 0, x, order, choices, *rest) if each is not None]
+        given = (grad, x, weight, offsets, [a], [b], scales, False, None, xa)
+        made = by_template.backward(*given, used=used, order=order, choices=choices)
+        return [each for each in made if each is not None]
 
     def with_gradient(seed):
         given = operands(tokens, choices, experts, width, columns, seed)

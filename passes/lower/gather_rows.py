@@ -80,18 +80,19 @@ def _becomes(node: Node, op: Op, args: tuple) -> None:
 def _read_in_place(graph: Graph, node: Node) -> None:
     x, *rest = node.args
     if (found := _gather(x)) is not None:
-        _becomes(node, gathered_lora_linear, (*_tokens(graph, node, found), *rest))
+        tokens, *read = _tokens(graph, node, found)
+        _becomes(node, gathered_lora_linear, (tokens, *rest, *read))
 
 
 def _read_in_place_backward(graph: Graph, node: Node) -> None:
     grad, x, *rest = node.args
     found = [_gather(grad), _gather(x)]
     if any(found):
-        sides = [
+        (grad, *grad_read), (x, *read) = (
             (side, None, 0) if gather is None else _tokens(graph, node, gather)
             for side, gather in zip((grad, x), found)
-        ]
-        _becomes(node, gathered_lora_linear_backward, (*sides[0], *sides[1], *rest))
+        )
+        _becomes(node, gathered_lora_linear_backward, (grad, x, *rest, *grad_read, *read))
 
 
 def _sum(graph: Graph, node: Node, y: Node, places: Node, choices: int) -> None:

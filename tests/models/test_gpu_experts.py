@@ -75,17 +75,17 @@ def test_rows_read_in_place(ranks, which, dtype):
     rows, rest, choices = len(args[0]), args[1:], 4
     order = torch.randperm(rows, device="cuda")
     tokens, grads = (torch.randn(rows // choices, n, device="cuda", dtype=dtype) for n in (136, 72))
-    y, xa = op_provider(gathered_lora_linear)(tokens, order, choices, *rest)
-    wanted = gathered_lora_linear.reference(tokens.double(), order, choices, *wide(args)[1:])
+    y, xa = op_provider(gathered_lora_linear)(tokens, *rest, order, choices)
+    wanted = gathered_lora_linear.reference(*wide((tokens, *rest)), order, choices)
     x, grad = tokens[order // choices], grads[order // choices]
     true = exact(*wide((x, *rest)))
     assert error(y, true.detach()) < 8e-3 and (not ranks or error(xa, wanted[1]) < 8e-3)
-    sides = [
+    (given, *grad_read), (read_of, *read) = [
         (grads, order, choices) if which != "x" else (grad, None, 0),
         (tokens, order, choices) if which != "grad" else (x, None, 0),
     ]
     used = (True, dtype == torch.bfloat16) + (True,) * (1 + 2 * len(ranks))
-    got = op_provider(gathered_lora_linear_backward)(*sides[0], *sides[1], *rest, xa, used=used)
+    got = op_provider(gathered_lora_linear_backward)(given, read_of, *rest, xa, *grad_read, *read, used=used)
     theirs = wide((x, *rest))
     want = torch.autograd.grad(exact(*theirs), leaves(theirs), grad.double())
     for mine, right, asked in zip(got, want, used):

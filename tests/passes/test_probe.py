@@ -236,8 +236,8 @@ def test_trials_have_what_templates_must_not_take_for_granted():
     assert 0 in counts and min(filter(None, counts)) < 8 and sum(counts) < len(experts["x"]) == TOKENS * CHOICES
     for rank, a, b in zip((4, 3), experts["a"], experts["b"]):
         assert (len(a), b.shape[1]) == (rank * len(counts), rank * len(counts))
-    for name in ("gathered_lora_linear", "sum_rows"):
-        order = given[name][NAMED[name].parameters[1]]
+    for name, place in (("gathered_lora_linear", "order"), ("sum_rows", "places")):
+        order = given[name][place]
         assert sorted(order.tolist()) == list(range(TOKENS * CHOICES)) and order.tolist() != sorted(order.tolist())
     for name, rows in (("rms_norm", 5), ("gated_delta_rule", 96), ("selective_scan", 80)):
         x = next(iter(given[name].values()))

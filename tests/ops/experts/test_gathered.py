@@ -20,7 +20,7 @@ def draw(ranks=(3,)):
 @pytest.mark.parametrize("ranks", [(), (3, 2)])
 def test_they_are_products_of_the_rows(ranks):
     tokens, order, rest = draw(ranks)
-    y, xa = gathered_lora_linear(tokens, order, CHOICES, *rest)
+    y, xa = gathered_lora_linear(tokens, *rest, order, CHOICES)
     wanted = grouped_lora_linear(tokens[order // CHOICES], *rest)
     assert torch.equal(y, wanted[0]) and torch.equal(xa, wanted[1])
     grads = torch.randn(len(tokens), y.shape[1], dtype=y.dtype)
@@ -28,16 +28,17 @@ def test_they_are_products_of_the_rows(ranks):
     theirs = grouped_lora_linear.backward_op(*rows, *rest, xa)
     for grad, x in ((grads, tokens), (grads, None), (None, tokens)):
         sides = [(rows[i], None, 0) if side is None else (side, order, CHOICES) for i, side in enumerate((grad, x))]
-        ours = gathered_lora_linear_backward(*sides[0], *sides[1], *rest, xa)
+        (grad, *grad_read), (x, *read) = sides
+        ours = gathered_lora_linear_backward(grad, x, *rest, xa, *grad_read, *read)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
 
 def test_fakes():
     tokens, order, rest = draw()
-    assert_fake_is_real(gathered_lora_linear, tokens, order, CHOICES, *rest)
-    _, xa = gathered_lora_linear(tokens, order, CHOICES, *rest)
+    assert_fake_is_real(gathered_lora_linear, tokens, *rest, order, CHOICES)
+    _, xa = gathered_lora_linear(tokens, *rest, order, CHOICES)
     grad = torch.randn(len(order), 8, dtype=tokens.dtype)
-    assert_fake_is_real(gathered_lora_linear_backward, grad, None, 0, tokens, order, CHOICES, *rest, xa)
+    assert_fake_is_real(gathered_lora_linear_backward, grad, tokens, *rest, xa, None, 0, order, CHOICES)
     assert_fake_is_real(sum_rows, grad, order, CHOICES, torch.float32)
 
 

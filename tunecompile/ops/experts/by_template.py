@@ -44,23 +44,13 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def forward(
-    x: Tensor,
-    order: Tensor | None,
-    choices: int,
-    weight: Tensor,
-    offsets: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    transposed: bool,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def forward(x, weight, offsets, a, b, scales, transposed, bias, *, order=None, choices=0):
     """Return `grouped_lora_linear` of row order[s] // choices of x for each s, or of row s without an order.
 
     Args:
-        x, order, choices: [S, K], None and 0; or [T, K], a permutation [S] and how many rows a token has.
+        x: [S, K]; or with an order [T, K].
         weight, offsets, a, b, scales, transposed, bias: as for `grouped_lora_linear`; `refuse` returns None for them.
+        order, choices: a permutation [S] and how many rows a token has; or None and 0.
     """
     from tunecompile.templates import experts
 
@@ -77,28 +67,29 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    grad_order: Tensor | None,
-    grad_choices: int,
-    x: Tensor,
-    order: Tensor | None,
-    choices: int,
-    weight: Tensor,
-    offsets: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    transposed: bool,
-    bias: Tensor | None,
-    xa: Tensor,
+    grad,
+    x,
+    weight,
+    offsets,
+    a,
+    b,
+    scales,
+    transposed,
+    bias,
+    out1,
+    *,
     used: Sequence[bool],
+    grad_order=None,
+    grad_choices=0,
+    order=None,
+    choices=0,
 ) -> list[Tensor | None]:
     """Return the gradients of `grouped_lora_linear` for rows that are read by permutations.
 
     Args:
-        grad, grad_order, grad_choices: of y, as x, order and choices of `forward`.
-        xa: as `forward` returned it. The others are its arguments.
+        grad, x, weight, offsets, a, b, scales, transposed, bias, out1: as for `grouped_lora_linear_backward`.
         used: whether each gradient is read; the others are None.
+        grad_order, grad_choices, order, choices: of grad and of x, as for `forward`.
     """
     from tunecompile.templates import experts
 
@@ -112,7 +103,7 @@ def backward(
         gb = experts.rows(grad, up, offsets, table, count, turned=True, **read)
         told = {"inner": gb, "up": down}
         d_a = split_downs(experts.outer(gb, x, offsets, order=order, choices=choices), a)
-        d_b = split_ups(experts.outer(xa.contiguous(), grad, offsets, **read), b, scales)
+        d_b = split_ups(experts.outer(out1.contiguous(), grad, offsets, **read), b, scales)
     d_x = d_weight = None
     if used[0]:
         d_x = experts.rows(grad, weight, offsets, table, count, turned=transposed, **told, **read)

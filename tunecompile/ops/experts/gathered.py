@@ -23,106 +23,84 @@ from tunecompile.ops.experts.grouped_linear import (
 from tunecompile.ops.experts.rows import collected, spread
 
 
-def forward_flops(x, order, choices, weight, *_) -> int:
+def forward_flops(x, weight, *rest) -> int:
     """Count one matrix a row; adapters are left out."""
+    order = rest[-2]
     return 2 * order.shape[0] * weight.shape[1] * weight.shape[2]
 
 
-def backward_flops(
-    grad,
-    grad_order,
-    grad_choices,
-    x,
-    order,
-    choices,
-    weight,
-    offsets,
-    *_,
-    used: Sequence[bool] = (True, False),
-) -> int:
+def backward_flops(grad, x, weight, *rest, used: Sequence[bool] = (True, False)) -> int:
     """Count dX and dW, each as much as the forward, where they are read."""
-    rows = (order if grad_order is None else grad_order).shape[0]
-    return 2 * rows * weight.shape[1] * weight.shape[2] * sum(used[:2])
+    order = rest[-2]
+    return 2 * (x if order is None else order).shape[0] * weight.shape[1] * weight.shape[2] * sum(used[:2])
 
 
 def _example(draw) -> list:
-    return [draw.normal(TOKENS, 64), draw.order(TOKENS * CHOICES), CHOICES, *example(draw)]
+    return [draw.normal(TOKENS, 64), *example(draw), draw.order(TOKENS * CHOICES), CHOICES]
 
 
-@op(cost=Cost.MATMUL, flops=forward_flops, example=_example)
-def gathered_lora_linear(
-    x: Tensor,
-    order: Tensor,
-    choices: int,
-    weight: Tensor,
-    offsets: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    transposed: bool,
-    bias: Optional[Tensor],
-) -> tuple[Tensor, Tensor]:
+@op(cost=Cost.MATMUL, flops=forward_flops, takes=grouped_lora_linear, example=_example)
+def gathered_lora_linear(*, x, order: Tensor, choices: int, **rest) -> tuple[Tensor, Tensor]:
     """Return `grouped_lora_linear` of row order[s] // choices of x for each s (arXiv:2106.09685, 2211.15841).
 
     Args:
-        x: [T, K], any floating dtype: tokens.
+        x: [T, K], any floating dtype: tokens. Those not named here: as for `grouped_lora_linear`.
         order: [S], int64: a permutation of choices, sorted by expert.
         choices: how many rows a token has.
-        weight, offsets, a, b, scales, transposed, bias: as for `grouped_lora_linear`.
 
     Returns:
         (y, xa): [S, N] and [S, R], as `grouped_lora_linear` returns them.
     """
-    return grouped_lora_linear.reference(spread(x, order, choices), weight, offsets, a, b, scales, transposed, bias)
+    return grouped_lora_linear.reference(spread(x, order, choices), **rest)
 
 
-gathered_lora_linear.provider("few_rows", because=few_rows.BECAUSE, refuses=few_rows.refuse_gathered)(few_rows.gathered)
-gathered_lora_linear.provider(
+@gathered_lora_linear.provider("few_rows", because=few_rows.BECAUSE, refuses=few_rows.refuse_gathered)
+def _(**given):
+    return few_rows.gathered(**given)
+
+
+@gathered_lora_linear.provider(
     "triton",
     refuses=by_template.refuse,
     because="tokens are read in place, and adapters added before the result is rounded",
-)(by_template.forward)
+)
+def _(**given):
+    return by_template.forward(**given)
 
 
 def _backward_example(draw) -> list:
     """Gradients that tokens share, of rows that are read from tokens."""
     grad, order = draw.normal(TOKENS, 96), draw.order(TOKENS * CHOICES)
-    sides = [grad, order, CHOICES, draw.normal(TOKENS, 64), order, CHOICES]
+    given = [grad, draw.normal(TOKENS, 64), *example(draw)]
     inside = torch.arange(TOKENS * CHOICES, device=draw.device) < TOKENS * CHOICES - 2
-    return [*sides, *example(draw), draw.normal(TOKENS * CHOICES, 16) * inside[:, None]]
+    return [*given, draw.normal(TOKENS * CHOICES, 16) * inside[:, None], order, CHOICES, order, CHOICES]
 
 
-@op(cost=Cost.MATMUL, flops=backward_flops, example=_backward_example)
+@op(cost=Cost.MATMUL, flops=backward_flops, takes=grouped_lora_linear_backward, example=_backward_example)
 def gathered_lora_linear_backward(
-    grad: Tensor,
+    *,
+    grad,
+    x,
     grad_order: Optional[Tensor],
     grad_choices: int,
-    x: Tensor,
     order: Optional[Tensor],
     choices: int,
-    weight: Tensor,
-    offsets: Tensor,
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    scales: Sequence[float],
-    transposed: bool,
-    bias: Optional[Tensor],
-    out1: Tensor,
+    **rest,
 ) -> list[Tensor]:
     """Return the gradients of `grouped_lora_linear` for rows that are read by permutations.
 
     Args:
         grad: of y: [T, N], of which row s is row grad_order[s] // grad_choices; [S, N] where grad_order is None.
-        x: [T, K], of which row s is row order[s] // choices; [S, K] where order is None.
+        x: [T, K], of which row s is row order[s] // choices; [S, K] where order is None. Those not named here: as for
+            `grouped_lora_linear_backward`.
         grad_order, order: [S], int64: permutations of choices.
         grad_choices, choices: how many rows a token has.
-        weight, offsets, a, b, scales, transposed, bias, out1: as for `grouped_lora_linear_backward`.
 
     Returns:
         [dx, dweight, dA_i..., dB_i..., dbias]; dx is that of each row, [S, K], not yet summed by token.
     """
     rows = spread(grad, grad_order, grad_choices), spread(x, order, choices)
-    return grouped_lora_linear_backward.reference(*rows, weight, offsets, a, b, scales, transposed, bias, out1)
+    return grouped_lora_linear_backward.reference(*rows, **rest)
 
 
 @gathered_lora_linear_backward.provider(
@@ -130,11 +108,8 @@ def gathered_lora_linear_backward(
     refuses=by_template.refuse,
     because="rows are read in place, and adapters' gradients summed in a fixed order",
 )
-def _(
-    grad, grad_order, grad_choices, x, order, choices, weight, offsets, a, b, scales, transposed, bias, out1, *, used
-):
-    sides = grad, grad_order, grad_choices, x, order, choices
-    return by_template.backward(*sides, weight, offsets, a, b, scales, transposed, bias, out1, used)
+def _(*, used, **given):
+    return by_template.backward(**given, used=used)
 
 
 def _sum_example(draw) -> list:

@@ -98,13 +98,11 @@ def _(x, weight, offsets, a, b, scales, transposed, bias):
     return few_rows.gathered(x, None, 0, weight, offsets, a, b, scales, transposed, bias)
 
 
-@grouped_lora_linear.provider(
+grouped_lora_linear.provider(
     "triton",
     because="the adapters' part is added before the result is rounded; W + BA is not computed",
     refuses=by_template.refuse_plain,
-)
-def _(x, weight, offsets, a, b, scales, transposed, bias):
-    return by_template.forward(x, None, 0, weight, offsets, a, b, scales, transposed, bias)
+)(by_template.forward)
 
 
 @grouped_lora_linear.provider(
@@ -149,14 +147,11 @@ def _backward(
     return [zeroed_behind(dx, offsets), d_weight, *d_a, *d_b, d_bias]
 
 
-@grouped_lora_linear_backward.provider(
+grouped_lora_linear_backward.provider(
     "triton",
     because="adapters' gradients are summed by expert, in a fixed order; W + BA is not computed",
     refuses=by_template.refuse_plain,
-)
-def _(grad, x, weight, offsets, a, b, scales, transposed, bias, out1, *, used):
-    rows = (grad, None, 0, x, None, 0)
-    return by_template.backward(*rows, weight, offsets, a, b, scales, transposed, bias, out1, used)
+)(by_template.backward)
 
 
 @grouped_lora_linear_backward.provider(
