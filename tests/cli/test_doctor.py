@@ -77,8 +77,8 @@ def test_what_is_supported_is_what_the_package_asks_for():
 
 def test_packages(versions):
     versions |= {"peft": "0.17.1", "trl": "99.0"}
-    assert doctor.package("peft") == doctor.Line(
-        "peft", "fail", "0.17.1, and 0.18 is the oldest supported", "Update it: pip install -U 'peft>=0.18'"
+    assert doctor.package("peft") == doctor.fail(
+        "0.17.1, and 0.18 is the oldest supported", "Update it: pip install -U 'peft>=0.18'"
     )
     assert doctor.package("trl").status == "ok" and doctor.package("transformers").found.startswith("not installed")
 
@@ -177,9 +177,7 @@ def test_compilers(monkeypatch, tmp_path):
     assert "does not run" in check().found
     monkeypatch.delenv("CC")
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert check() == doctor.Line(
-        "C compiler",
-        "fail",
+    assert check() == doctor.fail(
         "neither gcc nor clang",
         "Install one (apt install build-essential), or set CC to one that works.",
     )
@@ -189,7 +187,7 @@ def test_compilers(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("free", "status"), [(1 << 20, "fail"), (1 << 30, "warning"), (1 << 40, "ok")])
 def test_room_for_caches(monkeypatch, tmp_path, free, status):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    line = doctor.cache("a cache", lambda: tmp_path / "is" / "not" / "there", "ITS_FOLDER")
+    line = doctor.cache(lambda: tmp_path / "is" / "not" / "there", "ITS_FOLDER")
     assert line.status == status and ("ITS_FOLDER" in line.mend) == (status != "ok")
     assert os.listdir(tmp_path) == []
 
@@ -197,7 +195,7 @@ def test_room_for_caches(monkeypatch, tmp_path, free, status):
 def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     assert (
-        doctor.cache("a cache", lambda: tmp_path / "file", "ITS_FOLDER").status == "fail"
+        doctor.cache(lambda: tmp_path / "file", "ITS_FOLDER").status == "fail"
     )  # root may write to any folder, but not into a file
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
     assert doctor.triton_cache() == tmp_path / "mine"
@@ -206,7 +204,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", refused)
-    assert "Permission denied" in doctor.cache("a cache", lambda: tmp_path, "ITS_FOLDER").found
+    assert "Permission denied" in doctor.cache(lambda: tmp_path, "ITS_FOLDER").found
 
 
 def test_memory(monkeypatch):
@@ -270,7 +268,7 @@ def test_variables(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert doctor.environment().status == "ok"
     monkeypatch.setenv("TUNECOMPILE_CACHE", "/somewhere")
-    assert doctor.environment() == doctor.Line("environment", "ok", "TUNECOMPILE_CACHE=/somewhere")
+    assert doctor.environment() == doctor.ok("TUNECOMPILE_CACHE=/somewhere")
     monkeypatch.setenv("TUNECOMPILE", "0")
     monkeypatch.setenv("TUNECOMPILE_DUMB", "folder")
     line = doctor.environment()
@@ -292,8 +290,8 @@ def test_a_check_that_breaks_is_a_line(monkeypatch):
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(doctor, "checks", lambda: (("one", broken),))
-    assert [(line.status, line.found) for line in doctor.examine()] == [
-        ("fail", "the check failed: RuntimeError: no such thing")
+    assert [(line.name, line.status, line.found) for line in doctor.examine()] == [
+        ("one", "fail", "the check failed: RuntimeError: no such thing")
     ]
 
 
