@@ -51,6 +51,7 @@ RECOGNIZE = "tunecompile.passes.recognize"
 #: op's file -> the one that has the most of what it computes, where faults may be, too
 CHUNKS = "recurrent/delta_chunks"
 BESIDE = dict.fromkeys(("recurrent/gated_delta_rule", "recurrent/channel_delta_rule", "recurrent/ssd_scan"), CHUNKS)
+BESIDE["attention/dropout"] = "attention/documents"
 _numbers = itertools.count()
 
 

@@ -167,8 +167,8 @@ PLANTED = {
     ],
     "attention": [
         ("dropped causal mask", "seen = self.distance >= 0", "seen = self.distance >= -99"),
-        ("lost scale in the gradient", "dprobabilities).sum(-1, keepdim=True)) * slope * scale", "dprobabilities).sum(-1, keepdim=True)) * slope"),
-        ("dropped share of the softmax", "(dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True))", "dprobabilities"),
+        ("lost scale in the gradient", "keepdim=True)) * slope * scale", "keepdim=True)) * slope"),
+        ("dropped share of the softmax", "(change - (weights * change).sum(-1, keepdim=True))", "change"),
         ("one of the heads that share a key", ".sum(2)", "[:, :, 0].contiguous()"),
     ],
     "attention with sinks": [
@@ -206,11 +206,11 @@ PLANTED = {
     ],
     "attention with dropout": [
         ("kept weights that do not grow", ".to(torch.float32) / (1 - dropout)", ".to(torch.float32)"),
-        ("values see all weights", "(weights * factors).transpose(-1, -2) @ dout", "weights.transpose(-1, -2) @ dout"),
-        ("dropped weights have a gradient", "change = factors * (", "change = ("),
-        ("other weights in the backward", "factors = _factors(places, heads, dropout, seed)", "factors = _factors(places, heads, dropout, seed + 1)"),
+        ("values see all weights", "kept.transpose(-1, -2) @ dout", "weights.transpose(-1, -2) @ dout"),
+        ("dropped weights have a gradient", "change * factors, weights * factors", "change, weights * factors"),
+        ("other weights in the backward", "drawn_again = _factors(places, q.shape[1], dropout, seed)", "drawn_again = _factors(places, q.shape[1], dropout, seed + 1)"),
         ("lost slope of the sums", "(change - (weights * change).sum(-1, keepdim=True))", "change"),
-        ("one of the heads that share a key", "places.tokens(dk, k.shape[1])", "places.tokens(dk)[:, : k.shape[1]]"),
+        ("one of the heads that share a key", "self.tokens(dk, k.shape[1])", "self.tokens(dk)[:, : k.shape[1]]"),
     ],
     "attention in a window": [
         ("a token too many", "(self.distance.abs() < window)", "(self.distance.abs() <= window)"),

@@ -108,13 +108,7 @@ def varlen_attention(
     Returns:
         (out, logsumexp): out as q, contiguous; the logsumexp of scores and sink, [H, N] in the dtype of the arithmetic,
         which gets no gradient."""
-    places = Places(offsets, longest, q.shape[0], causal)
-    scores, _ = places.scores(q, k, scale, window, softcap)
-    logsumexp = scores.logsumexp(-1)
-    if sinks is not None:
-        logsumexp = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
-    out = (scores - logsumexp[..., None]).exp() @ places.heads_first(v, q.shape[1])
-    return places.tokens(out).to(q.dtype), places.tokens(logsumexp[..., None])[..., 0].t().contiguous()
+    return Places(offsets, longest, q.shape[0], causal).attend(q, k, v, scale, window, softcap, sinks=sinks)
 
 
 @varlen_attention.backward(gives=("q", "k", "v", "sinks"), opaque=True, shapes=_backward_shapes)
@@ -131,23 +125,9 @@ def varlen_attention_backward(
     Returns:
         [dq, dk, dv, dsinks], contiguous, in shape and dtype of q, k, v and sinks; dsinks is empty without sinks.
     """
-    places, heads = Places(offsets, longest, q.shape[0], causal), q.shape[1]
-    scores, slope = places.scores(q, k, scale, window, softcap)
-    relative = scores - places.heads_first(out1.t()[..., None], heads)
-    probabilities = relative.masked_fill(
-        ~places.taken[:, None, :, None], float("-inf")
-    ).exp()  # an unused place holds the logsumexp of another token
-    dout = places.heads_first(grad, heads) * places.taken[:, None, :, None]  # a place without a token has no gradient
-    dprobabilities = dout @ places.heads_first(v, heads).transpose(-1, -2)
-    dscores = probabilities * (dprobabilities - (probabilities * dprobabilities).sum(-1, keepdim=True)) * slope * scale
-    dq = dscores @ places.heads_first(k, heads)
-    dk, dv = dscores.transpose(-1, -2) @ places.heads_first(q, heads), probabilities.transpose(-1, -2) @ dout
-    return [
-        places.tokens(dq).to(q.dtype),
-        places.tokens(dk, k.shape[1]).to(k.dtype),
-        places.tokens(dv, v.shape[1]).to(v.dtype),
-        sinks_gradient(grad, out0, out1, sinks),
-    ]
+    places = Places(offsets, longest, q.shape[0], causal)
+    made = places.gradients(grad, out1, q, k, v, scale, window, softcap)
+    return [*made, sinks_gradient(grad, out0, out1, sinks)]
 
 
 def sinks_gradient(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor | None) -> Tensor:
@@ -192,6 +172,39 @@ class Places:
             bent = torch.tanh(made / softcap)
             made, slope = softcap * bent, 1 - bent * bent
         return made.masked_fill(~seen, float("-inf")), slope
+
+    def attend(
+        self, q, k, v, scale, window, softcap, *, sinks: Tensor | None = None, factors: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the ops return. factors: [S, H, L, L], what weights are multiplied by before they weigh values."""
+        scores, _ = self.scores(q, k, scale, window, softcap)
+        logsumexp = scores.logsumexp(-1)
+        if sinks is not None:
+            logsumexp = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
+        weights = (scores - logsumexp[..., None]).exp()
+        out = (weights if factors is None else weights * factors) @ self.heads_first(v, q.shape[1])
+        return self.tokens(out).to(q.dtype), self.tokens(logsumexp[..., None])[..., 0].t().contiguous()
+
+    def gradients(
+        self, grad, logsumexp, q, k, v, scale, window, softcap, factors: Tensor | None = None
+    ) -> list[Tensor]:
+        """[dq, dk, dv] of `attend`, by its logsumexp."""
+        heads, taken = q.shape[1], self.taken[:, None, :, None]
+        scores, slope = self.scores(q, k, scale, window, softcap)
+        relative = scores - self.heads_first(logsumexp.t()[..., None], heads)
+        weights = relative.masked_fill(~taken, float("-inf")).exp()  # an unused place holds another token's logsumexp
+        dout = self.heads_first(grad, heads) * taken  # a place without a token has no gradient
+        change, kept = dout @ self.heads_first(v, heads).transpose(-1, -2), weights
+        if factors is not None:
+            change, kept = change * factors, weights * factors
+        dscores = weights * (change - (weights * change).sum(-1, keepdim=True)) * slope * scale
+        dq = dscores @ self.heads_first(k, heads)
+        dk, dv = dscores.transpose(-1, -2) @ self.heads_first(q, heads), kept.transpose(-1, -2) @ dout
+        return [
+            self.tokens(dq).to(q.dtype),
+            self.tokens(dk, k.shape[1]).to(k.dtype),
+            self.tokens(dv, v.shape[1]).to(v.dtype),
+        ]
 
     def tokens(self, rows: Tensor, heads: int | None = None) -> Tensor:
         """[S, H, L, D] -> [N, heads, D]: the inverse of `heads_first`; heads that share a key are summed."""

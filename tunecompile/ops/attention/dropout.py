@@ -74,11 +74,8 @@ def dropout_attention(
         (out, logsumexp): out as q, contiguous; the logsumexp of scores, [H, N] in the dtype of the arithmetic, which
         gets no gradient."""
     places = Places(offsets, longest, q.shape[0], causal)
-    scores, _ = places.scores(q, k, scale, window, 0.0)
-    logsumexp = scores.logsumexp(-1)
-    weights = (scores - logsumexp[..., None]).exp() * _factors(places, q.shape[1], dropout, seed)
-    out = weights @ places.heads_first(v, q.shape[1])
-    return places.tokens(out).to(q.dtype), places.tokens(logsumexp[..., None])[..., 0].t().contiguous()
+    factors = _factors(places, q.shape[1], dropout, seed)
+    return places.attend(q, k, v, scale, window, 0.0, factors=factors)
 
 
 @dropout_attention.backward(gives=("q", "k", "v"), opaque=True, shapes=_backward_shapes)
@@ -95,21 +92,9 @@ def dropout_attention_backward(
     Returns:
         [dq, dk, dv], contiguous, in shape and dtype of q, k and v.
     """
-    places, heads = Places(offsets, longest, q.shape[0], causal), q.shape[1]
-    scores, _ = places.scores(q, k, scale, window, 0.0)
-    relative = scores - places.heads_first(out1.t()[..., None], heads)
-    weights = relative.masked_fill(~places.taken[:, None, :, None], float("-inf")).exp()
-    factors = _factors(places, heads, dropout, seed)
-    dout = places.heads_first(grad, heads) * places.taken[:, None, :, None]
-    change = factors * (dout @ places.heads_first(v, heads).transpose(-1, -2))
-    dscores = weights * (change - (weights * change).sum(-1, keepdim=True)) * scale
-    dq = dscores @ places.heads_first(k, heads)
-    dk, dv = dscores.transpose(-1, -2) @ places.heads_first(q, heads), (weights * factors).transpose(-1, -2) @ dout
-    return [
-        places.tokens(dq).to(q.dtype),
-        places.tokens(dk, k.shape[1]).to(k.dtype),
-        places.tokens(dv, v.shape[1]).to(v.dtype),
-    ]
+    places = Places(offsets, longest, q.shape[0], causal)
+    drawn_again = _factors(places, q.shape[1], dropout, seed)
+    return places.gradients(grad, out1, q, k, v, scale, window, 0.0, drawn_again)
 
 
 _TEMPLATE = "weights are dropped in registers, by the same words in both passes"
