@@ -110,13 +110,16 @@ def check_host(package: str, oldest: str, newest: str) -> None:
     Raises:
         HostTooOld: the installed version is older.
     """
+    from packaging.version import Version  # hosts require it
+
     try:
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # run from its sources
         return
-    if _numbers(installed) < _numbers(oldest):
+    here, first, last = (Version(version).release for version in (installed, oldest, newest))
+    if here < first:
         raise HostTooOld(package=package, installed=installed, oldest=oldest)
-    if _numbers(installed)[:2] > _numbers(newest)[:2]:
+    if here[:2] > last[:2]:
         log.warning(
             "tunecompile: %s %s is newer than %s, the last version that this door was tested with. If it fails, call "
             "tunecompile.optimize(model) yourself.",
@@ -124,16 +127,3 @@ def check_host(package: str, oldest: str, newest: str) -> None:
             installed,
             newest,
         )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: 2.6.6.post1 is (2, 6, 6)."""
-    found = []
-    for part in version.split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        found.append(int(digits))
-        if digits != part:
-            break
-    return tuple(found)

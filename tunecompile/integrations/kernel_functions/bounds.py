@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile.integrations.kernel_functions.fork import TEST, TOLD, Fork, fork_of
-from tunecompile.integrations.kernel_functions.substitute import HOME, Substitution, is_own
+from tunecompile.integrations.kernel_functions.substitute import HOME, Substitution, is_own, trace_in_place_of
 from tunecompile.integrations.registered.names import NAME
 from tunecompile.notes import Note, note
 from tunecompile.ops import document_mask
@@ -133,21 +133,10 @@ def _prepare(kind: type) -> Note | None:
         if not isinstance(function, types.FunctionType) or not is_own(function, sys.modules[function.__module__]):
             return note("kernel-function-replaced", f"{kind.__module__}, of which {kind.__name__} calls a function,")
         if function not in _traced:
-            try:
-                torch.compiler.substitute_in_graph(function, skip_signature_check=True)(make(_copy(function)))
-            except (TypeError, ValueError):  # it has a substitute already, by another package
-                return note("kernel-function-replaced", f"{function.__module__}.{function.__name__}")
+            if (refused := trace_in_place_of(function, make, f"{function.__module__}.{function.__name__}")) is not None:
+                return refused
             _traced.add(function)
     return None
 
 
 _traced: set[Callable] = set()
-
-
-def _copy(function: types.FunctionType) -> Callable:
-    """The same function as another object, for which nothing is traced."""
-    made = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made

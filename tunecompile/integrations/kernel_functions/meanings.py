@@ -228,22 +228,14 @@ def _selective_example() -> tuple[Sequence[Any], dict[str, Any]]:
     return args, dict(**more, return_last_state=True)
 
 
-def _no_example() -> tuple[Sequence[Any], dict[str, Any]]:
-    return (None,) * 6, dict(chunk_size=4)
-
-
-def _no_inner_example() -> tuple[Sequence[Any], dict[str, Any]]:
-    return (None,) * 8, {}
-
-
 MEANINGS = {  #: by the name of the function in plain PyTorch
     "torch_chunk_gated_delta_rule": Meaning(delta_rule, _delta_example),
     "chunk_kimi_delta_attention": Meaning(channel_rule, _channel_example),
     "causal_conv1d_fn": Meaning(convolution, _convolution_example),
     "mamba2_chunk_scan": Meaning(state_space, _state_space_example),
-    "mamba2_split_conv1d_scan_combined": Meaning(no_short_cut, _no_example),
+    "mamba2_split_conv1d_scan_combined": Meaning(no_short_cut, lambda: ((None,) * 6, dict(chunk_size=4))),
     "mamba_selective_scan": Meaning(selective_space, _selective_example),
-    "mamba_inner_fn": Meaning(no_short_cut, _no_inner_example),
+    "mamba_inner_fn": Meaning(no_short_cut, lambda: ((None,) * 8, {})),
 }
 
 

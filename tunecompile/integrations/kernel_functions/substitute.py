@@ -7,7 +7,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,13 +149,22 @@ def _register(function: Any, file: str, name: str) -> Note | None:
     meaning = MEANINGS[name]
     if not agrees(inspect.unwrap(function), meaning):
         return note("kernel-function-unknown", f"{file}.{name}")
+    return trace_in_place_of(function, meaning.make, f"{file}.{name}")
+
+
+def trace_in_place_of(function: types.FunctionType, make: Callable[[Callable], Callable], name: str) -> Note | None:
+    """Have Dynamo trace what `make` makes of a function; why it cannot, or None.
+
+    `make` is given the same function as another object, for which nothing is traced.
+    """
     itself = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
+    itself.__kwdefaults__ = function.__kwdefaults__
     try:
-        torch.compiler.substitute_in_graph(function, skip_signature_check=True)(meaning.make(itself))
+        torch.compiler.substitute_in_graph(function, skip_signature_check=True)(make(itself))
     except (TypeError, ValueError):  # it has a substitute already, by another package
-        return note("kernel-function-replaced", f"{file}.{name}")
+        return note("kernel-function-replaced", name)
     return None
 
 
