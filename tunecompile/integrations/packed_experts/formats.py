@@ -18,20 +18,33 @@ from torch.nn.utils import parametrize
 from tunecompile.errors import CannotQuantize
 from tunecompile.integrations.packed_experts.quantize import stacks
 from tunecompile.integrations.packed_experts.stacks import Dequantiser
+from tunecompile.ir.op import Op
 from tunecompile.ops import dequantize_fp8_blocks, dequantize_mxfp4
 from tunecompile.ops.packed.mxfp4 import BLOCK
 
 
-class Mxfp4Stack(Dequantiser):
-    """Codes [E, N, K / 2] of two a byte; values [E, N, K], or [E, K, N] where `turned`."""
+class _Stack(Dequantiser):
+    """Scales, and shape and dtype of the values."""
 
     scales: Tensor
 
-    def __init__(self, scales: Tensor, shape: Sequence[int], dtype: torch.dtype, turned: bool):
+    def __init__(self, scales: Tensor, shape: Sequence[int], dtype: torch.dtype):
         super().__init__()
-        self.register_buffer("scales", scales)
-        self.turned = turned
+        self.register_buffer("scales", scales.contiguous())
         self.quant_state = SimpleNamespace(shape=torch.Size(shape), dtype=dtype)
+
+    def _by(self, op: Op, *args: Any) -> Tensor:
+        """What an op gives: as a call of a graph, or of its provider."""
+        args = *args, self.quant_state.dtype
+        return (op if torch.compiler.is_compiling() else op.choose(args).run)(*args)
+
+
+class Mxfp4Stack(_Stack):
+    """Codes [E, N, K / 2] of two a byte; values [E, N, K], or [E, K, N] where `turned`."""
+
+    def __init__(self, scales: Tensor, shape: Sequence[int], dtype: torch.dtype, turned: bool):
+        super().__init__(scales, shape, dtype)
+        self.turned = turned
 
     def is_readable(self, codes: Tensor) -> bool:
         """Whether the codes are those of the shape."""
@@ -43,22 +56,17 @@ class Mxfp4Stack(Dequantiser):
         experts, rows, columns = self.quant_state.shape
         if self.turned:
             rows, columns = columns, rows
-        args = (codes.data, self.scales, experts * rows, columns, self.quant_state.dtype)
-        run = dequantize_mxfp4 if torch.compiler.is_compiling() else dequantize_mxfp4.choose(args).run
-        values = run(*args).view(experts, rows, columns)
+        values = self._by(dequantize_mxfp4, codes.data, self.scales, experts * rows, columns)
+        values = values.view(experts, rows, columns)
         return values.transpose(1, 2) if self.turned else values
 
 
-class Fp8Stack(Dequantiser):
+class Fp8Stack(_Stack):
     """Codes [E, N, K], one a byte; scales of blocks in fp32."""
 
-    scales: Tensor
-
     def __init__(self, scales: Tensor, block: Sequence[int], shape: Sequence[int], dtype: torch.dtype):
-        super().__init__()
-        self.register_buffer("scales", scales.contiguous())
+        super().__init__(scales, shape, dtype)
         self.block = tuple(block)
-        self.quant_state = SimpleNamespace(shape=torch.Size(shape), dtype=dtype)
 
     def is_readable(self, codes: Tensor) -> bool:
         """Whether the codes are those of the shape."""
@@ -66,9 +74,7 @@ class Fp8Stack(Dequantiser):
 
     def forward(self, codes: Tensor) -> Tensor:
         """The stack, by the op."""
-        args = (codes.data, self.scales, *self.block, self.quant_state.dtype)
-        run = dequantize_fp8_blocks if torch.compiler.is_compiling() else dequantize_fp8_blocks.choose(args).run
-        return run(*args)
+        return self._by(dequantize_fp8_blocks, codes.data, self.scales, *self.block)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Stack:
         """What moves the model moves the scales; what casts it leaves them in fp32."""
@@ -83,7 +89,11 @@ def put(module: nn.Module, key: str, codes: Tensor, made: Dequantiser) -> None:
     """Put codes and their parametrisation in the place of a stack."""
     module._parameters[key] = nn.Parameter(codes, requires_grad=False)
     parametrize.register_parametrization(module, key, made, unsafe=True)
-    # transformers gives values to what was not loaded
+    is_loaded(module, key)
+
+
+def is_loaded(module: nn.Module, key: str) -> None:
+    """Mark a stack that was put in place: transformers gives values to what was not loaded."""
     module.parametrizations[key].original._is_hf_initialized = module._is_hf_initialized = True
 
 

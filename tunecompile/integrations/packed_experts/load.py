@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tunecompile.errors import CannotQuantize, MissingExtra
+from tunecompile.integrations.packed_experts.formats import is_loaded, loaded, only, place
 from tunecompile.integrations.packed_experts.quantize import BLOCK, is_stack, pack, refusal, stacks
 
 METHOD = "tunecompile_4bit"  #: of transformers' table of quantizers
@@ -76,7 +77,7 @@ def _quantizer_class() -> type:
         """Quantises linears and stacks."""
 
         def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-            return is_stack(*_place(model, param_name)) or super().param_needs_quantization(model, param_name, **kwargs)
+            return is_stack(*place(model, param_name)) or super().param_needs_quantization(model, param_name, **kwargs)
 
         def get_quantize_ops(self) -> Any:
             return operation(self)
@@ -107,27 +108,14 @@ def _operation_class() -> type:
         def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
             model, rest = kwargs["model"], {}
             for name, value in input_dict.items():
-                module, key = _place(model, name)
+                module, key = place(model, name)
                 if is_stack(module, key):
-                    _put(module, key, value, self.hf_quantizer.quantization_config.bnb_4bit_quant_type)
-                    if kwargs.get("missing_keys") is not None:
-                        kwargs["missing_keys"].discard(name)
+                    module._parameters[key] = nn.Parameter(only(value), requires_grad=False)
+                    pack(module, key, self.hf_quantizer.quantization_config.bnb_4bit_quant_type)
+                    is_loaded(module, key)
+                    loaded(name, kwargs.get("missing_keys"))
                 else:
                     rest[name] = value
             return super().convert(rest, *args, **kwargs) if rest else {}
 
     return Quantize
-
-
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, key = name.rpartition(".")
-    return model.get_submodule(path), key
-
-
-def _put(module: nn.Module, key: str, value: Any, kind: str) -> None:
-    """The packed stack in the place of one without values."""
-    value = value[0] if isinstance(value, list) else value
-    module._parameters[key] = nn.Parameter(value, requires_grad=False)
-    pack(module, key, kind)
-    #: transformers gives values to what was not loaded
-    module.parametrizations[key].original._is_hf_initialized = module._is_hf_initialized = True

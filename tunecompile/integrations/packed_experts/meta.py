@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,6 @@ from tunecompile.integrations.packed_experts.quantize import BLOCK
 from tunecompile.integrations.packed_experts.stacks import Dequantiser
 
 OUTER = 256  #: scales that share one
-
-
-class _Scales:
-    """What bitsandbytes calls a quantisation state, as far as `from_4_bits` reads it."""
-
-    def __init__(self, **values: Any):
-        vars(self).update(values)
 
 
 class MetaStack4bit(Dequantiser):
@@ -38,12 +31,12 @@ class MetaStack4bit(Dequantiser):
             self.register_buffer(name, torch.empty(size, dtype=dtype, device="meta"))
             return self.get_buffer(name)
 
-        outer = _Scales(
+        outer = SimpleNamespace(
             code=empty("code", (256,), torch.float32),
             absmax=empty("scale", (math.ceil(blocks / OUTER),), torch.float32),
             blocksize=OUTER,
         )
-        self.quant_state = _Scales(
+        self.quant_state = SimpleNamespace(  # what bitsandbytes calls so, as far as `from_4_bits` reads it
             absmax=empty("absmax", (blocks,), torch.uint8),
             offset=empty("offset", (), torch.float32),
             state2=outer,
