@@ -52,6 +52,7 @@ RECOGNIZE = "tunecompile.passes.recognize"
 CHUNKS = "recurrent/delta_chunks"
 BESIDE = dict.fromkeys(("recurrent/gated_delta_rule", "recurrent/channel_delta_rule", "recurrent/ssd_scan"), CHUNKS)
 BESIDE["attention/dropout"] = "attention/documents"
+BESIDE |= dict.fromkeys(("norms/rms_norm", "norms/layer_norm", "norms/modulated_norm"), "norms/of_sum")
 _numbers = itertools.count()
 
 

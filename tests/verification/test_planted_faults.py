@@ -44,7 +44,7 @@ PLANTED = {
     "residual norm": [
         ("dropped residual gradient", "(dx + grad_total)", "dx"),
         ("residual gradient twice", "(dx + grad_total)", "(dx + 2 * grad_total)"),
-        ("wrong sign of the residual", "    total = x + residual\n", "    total = x - residual\n"),
+        ("wrong sign of the residual", "        total = x + residual\n", "        total = x - residual\n"),
     ],
     "SwiGLU": [
         ("swapped gradients", "[(wide * up * slope).to(gate.dtype), (wide * value).to(up.dtype)]", "[(wide * value).to(gate.dtype), (wide * up * slope).to(up.dtype)]"),

@@ -1,12 +1,12 @@
 """Layer normalisation (Ba, Kiros & Hinton, 2016, arXiv:1607.06450), with or without weight and bias."""
 
-from functools import partial
 from typing import Optional
 
 import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
+from tunecompile.ops.norms.of_sum import of_sum
 from tunecompile.ops.norms.rms_norm import compute_dtype, refuse_norm
 
 
@@ -45,8 +45,8 @@ def layer_norm_backward(grad, x, weight, bias, eps) -> list[Tensor]:
         [dx, dweight, dbias], in shape and dtype of x, weight and bias; empty for one that is None. Sums over rows are
         in `compute_dtype`.
     """
-    dx, dweight, dbias = _gradients(grad, x, weight, eps)
-    return [dx.to(x.dtype), _as(dweight, weight), _as(dbias, bias)]
+    dx, *others = _gradients(grad, x, weight, bias, eps)
+    return [dx.to(x.dtype), *others]
 
 
 def standardize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -57,77 +57,34 @@ def standardize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return centred * inverse, inverse
 
 
-def _gradients(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients before rounding, in the dtype of the arithmetic."""
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> list[Tensor]:
+    """The gradients of x, before it is rounded, and of weight and bias."""
     normed, inverse = standardize(x, eps)
     wide = grad.to(normed.dtype)
     scaled = wide if weight is None else wide * weight.to(normed.dtype)
     share = (scaled * normed).mean(-1, keepdim=True)
     dx = inverse * (scaled - scaled.mean(-1, keepdim=True) - normed * share)
     width = x.shape[-1]
-    return dx, (wide * normed).reshape(-1, width).sum(0), wide.reshape(-1, width).sum(0)
+    sums = (each.reshape(-1, width).sum(0) for each in (wide * normed, wide))
+    return [dx, *map(_as, sums, (weight, bias))]
 
 
 def _as(gradient: Tensor, parameter: Tensor | None) -> Tensor:
     return gradient.new_zeros(0) if parameter is None else gradient.to(parameter.dtype)
 
 
-@op(cost=Cost.POINTWISE, example=partial(_example, before=2))
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return a residual sum and its norm: one read of each, and one pass for both gradients (arXiv:1607.06450).
-
-    Args:
-        x: [..., H], any floating dtype.
-        residual: as x, in shape and dtype.
-        weight: [H], or None. This, bias, eps (in the units of x²) and dtype (of the norm): as for `layer_norm`.
-
-    Returns:
-        (`layer_norm` of total, total), with total = x + residual, rounded to their dtype: which the next residual
-        addition reads."""
-    total = x + residual
-    return layer_norm.reference(total, weight, bias, eps, dtype), total
-
-
-@add_layer_norm.backward(gives=(("x", "residual"), "weight", "bias"), outputs=2, widens=True)
-def add_layer_norm_backward(grad, grad_total, out1, weight, bias, eps) -> list[Tensor]:
-    """The gradients of `add_layer_norm`: those of the norm and of the residual path are added before rounding.
-
-    Args:
-        grad: of the norm, [..., H] in its dtype.
-        grad_total: of the sum, as out1.
-        out1: the sum, x + residual. The others are those of `add_layer_norm`.
-
-    Returns:
-        [dtotal, dweight, dbias], in shape and dtype of out1, weight and bias; empty for one that is None. The
-        first is the gradient of both x and residual.
-    """
-    dx, dweight, dbias = _gradients(grad, out1, weight, eps)
-    return [(dx + grad_total).to(out1.dtype), _as(dweight, weight), _as(dbias, bias)]
-
-
-@layer_norm_backward.provider(
-    "triton",
-    because="one pass for dX and the partial sums of weight and bias",
-    refuses=lambda grad, x, *_: refuse_norm(x, grad),
-)
-def _(grad, x, weight, bias, eps, *, used):
-    return _by_template(grad, None, x, weight, bias, eps, used)
-
-
-@add_layer_norm_backward.provider(
-    "triton",
-    because="one pass for both paths' dX and the partial sums of weight and bias",
-    refuses=lambda grad, grad_total, out1, *_: refuse_norm(out1, grad, grad_total),
-)
-def _(grad, grad_total, out1, weight, bias, eps, *, used):
-    return _by_template(grad, grad_total, out1, weight, bias, eps, used)
-
-
-def _by_template(grad, grad_total, x, weight, bias, eps, used):
+def _by_template(grad, x, weight, bias, eps, residual_grad, used):
     from tunecompile.templates import norms
 
-    dx, *sums = norms.backward(grad, x, weight, eps, residual_grad=grad_total, sums=2 if any(used[1:]) else 0)
+    dx, *sums = norms.backward(grad, x, weight, eps, residual_grad=residual_grad, sums=2 if any(used[1:]) else 0)
     read = zip(sums or (None, None), (weight, bias), used[1:])
     return [dx, *(_as(each, given) if is_read else None for each, given, is_read in read)]
+
+
+add_layer_norm = of_sum(
+    layer_norm,
+    _gradients,
+    _by_template,
+    lambda x, grads, *_: refuse_norm(x, *grads),
+    "one pass for dX and the partial sums of weight and bias, and for the residual path",
+)

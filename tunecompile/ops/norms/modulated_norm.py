@@ -1,13 +1,12 @@
 """Norms without weights that rows of the batch scale and shift (adaLN; Peebles & Xie, 2023, arXiv:2212.09748)."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
 from tunecompile.notes import Note, note
 from tunecompile.ops.norms.layer_norm import standardize
+from tunecompile.ops.norms.of_sum import of_sum
 from tunecompile.ops.norms.rms_norm import compute_dtype, refuse_norm
 
 
@@ -50,8 +49,8 @@ def modulated_norm_backward(grad, x, scale, shift, eps, offset, centred) -> list
     Returns:
         [dx, dscale, dshift], in shape and dtype of x, scale and shift. Sums over rows are in `compute_dtype`.
     """
-    dx, dscale, dshift = _gradients(grad, x, scale, shift, eps, offset, centred)
-    return [dx.to(x.dtype), dscale, dshift]
+    dx, *others = _gradients(grad, x, scale, shift, eps, offset, centred)
+    return [dx.to(x.dtype), *others]
 
 
 def _normed(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
@@ -65,14 +64,14 @@ def _normed(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
 
 def _gradients(
     grad: Tensor, x: Tensor, scale: Tensor, shift: Tensor, eps: float, offset: float, centred: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """The gradients of x, before rounding, and of scale and shift, behind it."""
     unit, inverse = _normed(x, eps, centred)
     wide = grad.to(unit.dtype)
     scaled = wide * (offset + scale.to(unit.dtype))
     dx = scaled - unit * (scaled * unit).mean(-1, keepdim=True)
     dx = inverse * (dx - scaled.mean(-1, keepdim=True) if centred else dx)
-    return dx, _as(wide * unit, scale), _as(wide, shift)
+    return [dx, _as(wide * unit, scale), _as(wide, shift)]
 
 
 def _as(gradient: Tensor, given: Tensor) -> Tensor:
@@ -80,82 +79,25 @@ def _as(gradient: Tensor, given: Tensor) -> Tensor:
     return gradient.sum([i for i, size in enumerate(given.shape) if size == 1], keepdim=True).to(given.dtype)
 
 
-@op(cost=Cost.POINTWISE, example=partial(_example, before=2))
-def add_modulated_norm(
-    x: Tensor,
-    residual: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    eps: float,
-    offset: float,
-    centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Return a residual sum and its modulated norm, with one pass for all gradients (arXiv:2212.09748).
-
-    Args:
-        x: [..., T, H], any floating dtype: often a branch that a gate has scaled.
-        residual: as x, in shape and dtype.
-        scale: [..., 1, H]. This and shift, eps (in the units of x²), offset, centred and dtype (of the norm): as for
-            `modulated_norm`.
-
-    Returns:
-        (`modulated_norm` of total, total), with total = x + residual, rounded to their dtype: which the next residual
-        addition reads."""
-    total = x + residual
-    return modulated_norm.reference(total, scale, shift, eps, offset, centred, dtype), total
-
-
-@add_modulated_norm.backward(gives=(("x", "residual"), "scale", "shift"), outputs=2, widens=True)
-def add_modulated_norm_backward(grad, grad_total, out1, scale, shift, eps, offset, centred) -> list[Tensor]:
-    """The gradients of `add_modulated_norm`: those of the norm and of the residual path are added before rounding.
-
-    Args:
-        grad: of the norm, [..., T, H] in its dtype.
-        grad_total: of the sum, as out1.
-        out1: the sum, x + residual. The others are those of `add_modulated_norm`.
-
-    Returns:
-        [dtotal, dscale, dshift], in shape and dtype of out1, scale and shift. The first is the gradient of both x and
-        residual.
-    """
-    dx, dscale, dshift = _gradients(grad, out1, scale, shift, eps, offset, centred)
-    return [(dx + grad_total).to(out1.dtype), dscale, dshift]
-
-
-def _refuse(x: Tensor, scale: Tensor, shift: Tensor, *gradients: Tensor) -> Note | None:
+def _refuse(x: Tensor, gradients: list[Tensor], scale: Tensor, shift: Tensor, *_) -> Note | None:
     if reason := refuse_norm(x, *gradients):
         return reason
     whole = scale.shape == shift.shape and scale.dim() == x.dim() == 3 and scale.stride(-1) == 1
     return None if whole else note("arguments-not-supported")
 
 
-_BECAUSE = "one pass for dX and the partial sums of scale and shift"
-
-
-@modulated_norm_backward.provider(
-    "triton", because=_BECAUSE, refuses=lambda grad, x, scale, shift, *_: _refuse(x, scale, shift, grad)
-)
-def _(grad, x, scale, shift, eps, offset, centred, *, used):
-    if not (used[1] or used[2]):  # Inductor joins what reads dX: the gate of the branch before
-        return modulated_norm_backward.reference(grad, x, scale, shift, eps, offset, centred)
-    return _by_template(grad, None, x, scale, shift, eps, offset, centred)
-
-
-@add_modulated_norm_backward.provider(
-    "triton",
-    because=_BECAUSE,
-    refuses=lambda grad, grad_total, out1, scale, shift, *_: _refuse(out1, scale, shift, grad, grad_total),
-)
-def _(grad, grad_total, out1, scale, shift, eps, offset, centred, *, used):
-    if not (used[1] or used[2]):
-        return add_modulated_norm_backward.reference(grad, grad_total, out1, scale, shift, eps, offset, centred)
-    return _by_template(grad, grad_total, out1, scale, shift, eps, offset, centred)
-
-
-def _by_template(grad, grad_total, x, scale, shift, eps, offset, centred):
+def _by_template(grad, x, scale, shift, eps, offset, centred, residual_grad, used):
     from tunecompile.templates import norms
 
-    how = {"offset": offset, "centred": centred, "residual_grad": grad_total, "sums": 2}
+    if not (used[1] or used[2]):  # Inductor joins what reads dX: the gate of the branch before
+        given = scale, shift, eps, offset, centred
+        if residual_grad is None:
+            return modulated_norm_backward.reference(grad, x, *given)
+        return add_modulated_norm.backward_op.reference(grad, residual_grad, x, *given)
+    how = {"offset": offset, "centred": centred, "residual_grad": residual_grad, "sums": 2}
     dx, *sums = norms.backward(grad, x, scale[:, 0], eps, **how)
     return [dx, *(each[:, None].to(given.dtype) for each, given in zip(sums, (scale, shift)))]
+
+
+_BECAUSE = "one pass for dX and the partial sums of scale and shift"
+add_modulated_norm = of_sum(modulated_norm, _gradients, _by_template, _refuse, _BECAUSE)

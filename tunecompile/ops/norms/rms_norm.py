@@ -1,13 +1,12 @@
 """Root mean square layer normalisation (Zhang & Sennrich, 2019, arXiv:1910.07467)."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.shape_rule_cache import are_contiguous, contiguous_like
 from tunecompile.notes import Note, note
+from tunecompile.ops.norms.of_sum import of_sum
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -68,20 +67,18 @@ def rms_norm_backward(grad, x, weight, eps, offset, round_first) -> list[Tensor]
         [dx, dweight], in shape and dtype of x and weight; dweight is summed in `compute_dtype`.
     """
     dx, dweight = _gradients(grad, x, weight, eps, offset, round_first)
-    return [dx.to(x.dtype), dweight.to(weight.dtype)]
+    return [dx.to(x.dtype), dweight]
 
 
-def _gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradients before rounding, in the dtype of the arithmetic."""
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool) -> list[Tensor]:
+    """The gradients of x, before it is rounded, and of weight."""
     wide = x.to(compute_dtype(x.dtype))
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = wide * r
     scaled = grad.to(wide.dtype) * (offset + weight.to(wide.dtype))
     dx = r * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     factor = normed.to(x.dtype).to(wide.dtype) if round_first else normed
-    return dx, (grad.to(wide.dtype) * factor).reshape(-1, weight.shape[0]).sum(0)
+    return [dx, (grad.to(wide.dtype) * factor).reshape(-1, weight.shape[0]).sum(0).to(weight.dtype)]
 
 
 def _sum_shapes(
@@ -93,45 +90,8 @@ def _sum_shapes(
     return None if normed is None else (normed, x.new_empty(x.shape))
 
 
-@op(cost=Cost.POINTWISE, shapes=_sum_shapes, example=partial(_example, before=2))
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, round_first: bool
-) -> tuple[Tensor, Tensor]:
-    """Return a residual sum and its norm: one read of each, and one pass for both gradients (arXiv:1910.07467).
-
-    Args:
-        x: [..., H], any floating dtype.
-        residual: as x, in shape and dtype.
-        weight: [H]. This and eps (in the units of x²), offset and round_first: as for `rms_norm`.
-
-    Returns:
-        (`rms_norm` of total, total), with total = x + residual, rounded to their dtype: which the next residual
-        addition reads."""
-    total = x + residual
-    return rms_norm.reference(total, weight, eps, offset, round_first), total
-
-
-@add_rms_norm.backward(
-    gives=(("x", "residual"), "weight"),
-    outputs=2,
-    shapes=lambda grad, grad_total, out1, weight, *_: (
-        contiguous_like(out1, weight) if are_contiguous(grad, grad_total, out1) else None
-    ),
-    widens=True,
-)
-def add_rms_norm_backward(grad, grad_total, out1, weight, eps, offset, round_first) -> list[Tensor]:
-    """The gradients of `add_rms_norm`: those of the norm and of the residual path are added before rounding.
-
-    Args:
-        grad: of the norm, [..., H] in its dtype.
-        grad_total: of the sum, as out1.
-        out1: the sum, x + residual. The others are those of `add_rms_norm`.
-
-    Returns:
-        [dtotal, dweight], in shape and dtype of out1 and weight. The first is the gradient of both x and residual.
-    """
-    dx, dweight = _gradients(grad, out1, weight, eps, offset, round_first)
-    return [(dx + grad_total).to(out1.dtype), dweight.to(weight.dtype)]
+def _sum_gradient_shapes(grad: Tensor, grad_total: Tensor, out1: Tensor, weight: Tensor, *_) -> list[Tensor] | None:
+    return contiguous_like(out1, weight) if are_contiguous(grad, grad_total, out1) else None
 
 
 def refuse_norm(*tensors: Tensor) -> Note | None:
@@ -144,25 +104,19 @@ def refuse_norm(*tensors: Tensor) -> Note | None:
     return note("rows-too-short", length=length, limit=1024) if length < 1024 else None
 
 
-@rms_norm_backward.provider(
-    "triton", because="one pass for dX and the weight's partial sums", refuses=lambda grad, x, *_: refuse_norm(x, grad)
-)
-def _(grad, x, weight, eps, offset, round_first, *, used):
-    return _by_template(grad, None, x, weight, eps, offset, round_first, used)
-
-
-@add_rms_norm_backward.provider(
-    "triton",
-    because="one pass for both paths' dX and the weight's partial sums",
-    refuses=lambda grad, grad_total, out1, *_: refuse_norm(out1, grad, grad_total),
-)
-def _(grad, grad_total, out1, weight, eps, offset, round_first, *, used):
-    return _by_template(grad, grad_total, out1, weight, eps, offset, round_first, used)
-
-
-def _by_template(grad, grad_total, x, weight, eps, offset, round_first, used):
+def _by_template(grad, x, weight, eps, offset, round_first, residual_grad, used):
     from tunecompile.templates import norms
 
-    how = {"offset": offset, "round_first": round_first, "residual_grad": grad_total, "sums": int(used[1])}
+    how = {"offset": offset, "round_first": round_first, "residual_grad": residual_grad, "sums": int(used[1])}
     dx, *sums = norms.backward(grad, x, weight, eps, centred=False, **how)
     return [dx, sums[0].to(weight.dtype) if sums else None]
+
+
+add_rms_norm = of_sum(
+    rms_norm,
+    _gradients,
+    _by_template,
+    lambda x, grads, *_: refuse_norm(x, *grads),
+    "one pass for dX and the weight's partial sums, and for those of the residual path",
+    shapes=(_sum_shapes, _sum_gradient_shapes),
+)
