@@ -363,7 +363,7 @@ SUBJECTS = {
         residual_norm,
         lambda op, x, r, w: op(x, r, w, 0.1, 0.0, True),
         lambda dtype: [random(3, 6, dtype=dtype), random(3, 6, dtype=dtype), random(6, dtype=dtype)],
-        ((f"{RECOGNIZE}.norms.add_rms_norm", "add_rms_norm"),),
+        ((f"{RECOGNIZE}.norms.rms_norm", "add_rms_norm"),),
         ("rms_norm", "add_rms_norm"),
         lambda: model(full=True),
     ),

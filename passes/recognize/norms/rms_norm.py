@@ -1,4 +1,5 @@
-"""RMSNorm as models write it: rounded before the scale (Llama) or after it (OLMo), Gemma's 1 + w, and torch's own.
+"""RMSNorm as models write it: rounded before the scale (Llama) or after it (OLMo), Gemma's 1 + w, and torch's own; and
+a residual add followed by it.
 
 Some norms have no weight (Gemma 4's of values, Llama 4's of queries and keys): these get one of ones."""
 
@@ -9,10 +10,12 @@ from tunecompile.compiler.pass_manager import recognize
 from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.match import Match, cast
 from tunecompile.ir.rewrite import rewrite
+from tunecompile.ops import add_rms_norm
 from tunecompile.ops import rms_norm as op
 from tunecompile.ops.norms.rms_norm import compute_dtype
+from tunecompile.passes.recognize.norms.residual import alike, in_one_dtype, joined
 
-__all__ = ["PASS"]
+__all__ = ["ADD", "PASS"]
 
 
 def _norm(x, eps):
@@ -103,6 +106,17 @@ def torch_norm(x, shape, weight, eps):
     return F.rms_norm(x, shape, weight, eps)
 
 
+def _build(x, residual, weight, eps, offset, round_first):
+    made = add_rms_norm(*in_one_dtype(x, residual), weight, eps, offset, round_first)
+    return made[0], made[1]
+
+
+@rewrite("add_rms_norm", to=_build, where=alike)
+def residual_norm(x, residual, weight, eps, offset, round_first):
+    total = x + residual
+    return op(total, weight, eps, offset, round_first), total
+
+
 def anchors(graph):
     return [node for node in graph.nodes if node.target in (torch.rsqrt, F.rms_norm)]
 
@@ -110,3 +124,4 @@ def anchors(graph):
 #: 1 + w before w, which it could match as; those without a weight last
 _REWRITES = [offset_cast, offset, then_rounded, after_rounding, torch_norm, unscaled_then_rounded, unscaled]
 PASS = recognize("rms_norm", _REWRITES, anchors)
+ADD = joined(op, residual_norm)
