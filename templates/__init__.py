@@ -1,8 +1,8 @@
 """Triton kernels of tunecompile: readable, specialised by constexpr, usable without torch.compile.
 
-One file holds one kernel (or one forward and backward pair) and its launch functions. Import the
-files by name (``from tunecompile.templates import nf4``): this package itself imports no triton,
-because a CPU build of torch brings none.
+One file holds one kernel (or one forward and backward pair) and its launch functions. A file is
+imported when it is first read (``templates.nf4``): this package itself imports no triton, because
+a CPU build of torch brings none.
 
 # Writing one
 
@@ -16,7 +16,7 @@ because a CPU build of torch brings none.
   order, never by atomics.
 - Results that stand beside existing data (LoRA's columns beside X) are written to a buffer of the caller.
 
-An op takes it by a provider that imports it when it runs: ``@my_op.provider("triton", refuses=...)``, see
+An op takes it by a provider that reads it when it runs: ``@my_op.provider("triton", refuses=...)``, see
 ``tunecompile.op``. A backward op has providers of its own.
 
 # Testing and measuring one
@@ -25,4 +25,25 @@ An op's `example=` is what all templates of it are tested, compiled offline and 
 `tests/templates/`. See docs/pages/develop/write-a-template.md. A template that is slower than Inductor's code for its
 reference does not belong here."""
 
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+
 __all__: list[str] = []
+
+
+def lazily(package: str) -> Callable[[str], ModuleType]:
+    """The `__getattr__` of a package whose files are imported when they are first read."""
+
+    def read(name: str) -> ModuleType:
+        try:
+            return importlib.import_module(f"{package}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{package}.{name}":  # what it imports
+                raise
+            raise AttributeError(name) from None
+
+    return read
+
+
+__getattr__ = lazily(__name__)

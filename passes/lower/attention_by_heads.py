@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from tunecompile import templates
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.op import aten_name, has_triton
@@ -86,12 +87,10 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     alive until the last call."""
     if not (on_gpu(tensor) and has_triton()):
         return tensor.clone()
-    from tunecompile.templates import lora
-
     batch, heads, length, dim = tensor.shape
     rows = tensor.transpose(1, 2).reshape(batch * length, heads * dim)
     out = torch.empty(rows.shape, dtype=tensor.dtype, device=tensor.device)
-    lora.append_rows(rows, out, 0)
+    templates.lora.append_rows(rows, out, 0)
     return out.view(batch, length, heads, dim).transpose(1, 2)
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from tunecompile import templates
 from tunecompile.errors import summary
 from tunecompile.planner.device_memory import shown
 
@@ -86,11 +87,11 @@ def kernel() -> Line:
     """Compile and launch a Triton kernel of tunecompile, and compare its result."""
     if not torch.cuda.is_available():
         return ok("no GPU: not run")
-    from tunecompile.templates.swiglu import forward
-
     gate, up = torch.randn(2, 8, 256, device="cuda")
     try:
-        torch.testing.assert_close(forward(gate, up), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            templates.swiglu.forward(gate, up), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-5
+        )
     except Exception as error:  # whatever Triton, its compiler or the driver raise
         return fail(
             summary(error), "Fix the failures above; if there are none, reinstall the triton that torch requires."

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch.card import AMPERE, capability, has_bfloat16, older_than
 from tunecompile._torch.known_bugs import ROW_SCALES_ON_ADA
 from tunecompile.ir.op import HALF, has_triton, refuse_spills
@@ -120,9 +121,7 @@ def _fp8_rows(x: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
     """([x | extra, as sums of two | 0] in e4m3, the rows' scales: fp32 [T, 1])."""
     width = _width_of(x.shape[1], extra)
     if x.is_cuda:
-        from tunecompile.templates import eight_bits
-
-        return eight_bits.quantize_rows(_contiguous_rows(x), extra, width)
+        return templates.eight_bits.quantize_rows(_contiguous_rows(x), extra, width)
     largest = x.abs().amax(1, keepdim=True).float()
     if extra is not None:
         largest = torch.maximum(largest, extra.abs().amax(1, keepdim=True).float())
@@ -136,9 +135,7 @@ def _fp8_weight(weight: FrozenWeights, adapter: Tensor | None, transposed: bool)
     rows, columns = (weight.columns, weight.height) if transposed else (weight.height, weight.columns)
     width = _width_of(columns, adapter)
     if weight.is_cuda:
-        from tunecompile.templates import eight_bits
-
-        out, scales = eight_bits.begin_weight(weight.bound(), adapter, rows, columns, width)
+        out, scales = templates.eight_bits.begin_weight(weight.bound(), adapter, rows, columns, width)
         weight.write(out, scales, transposed)
         return out, scales
     whole = torch.cat(list(weight.members()))
@@ -172,9 +169,7 @@ def _int8_product(
     rows, row_scales = _int8_rows(x, scales if transposed else None)
     column_scales = None if transposed else scales
     if x.is_cuda and not older_than(x.device, AMPERE):
-        from tunecompile.templates import int8_product
-
-        return int8_product.product(rows, row_scales, columns, column_scales, extra, adapter, x.dtype)
+        return templates.int8_product.product(rows, row_scales, columns, column_scales, extra, adapter, x.dtype)
     y = _integer_product(rows, columns) * row_scales
     y = y if column_scales is None else y * column_scales
     if extra is not None and adapter is not None:
@@ -192,9 +187,7 @@ def _int8_rows(x: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     """(x, its columns times factors [C], in int8: [T, width], the rows' scales: fp32 [T, 1])."""
     width = _width_of(x.shape[1])
     if x.is_cuda:
-        from tunecompile.templates import eight_bits
-
-        return eight_bits.quantize_rows(_contiguous_rows(x), None, width, torch.int8, factors)
+        return templates.eight_bits.quantize_rows(_contiguous_rows(x), None, width, torch.int8, factors)
     values = x.float() if factors is None else x * factors
     scale = values.abs().amax(1, keepdim=True).clamp_min(TINY) / INTEGERS
     return torch.nn.functional.pad((values / scale).round().to(torch.int8), (0, width - x.shape[1])), scale

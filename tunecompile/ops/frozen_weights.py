@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.ir.op import refuse_gpu
 from tunecompile.notes import Note, note
@@ -138,10 +139,8 @@ class DenseWeights:
             transposed: whether the transposed weights are written, beside each other.
             by_column: whether scales are of columns.
         """
-        from tunecompile.templates import eight_bits
-
         for place, w in zip(_places(self.rows, transposed), self.members()):
-            eight_bits.write_dense(w.t() if transposed else w, scales, out, *place, by_column=by_column)
+            templates.eight_bits.write_dense(w.t() if transposed else w, scales, out, *place, by_column=by_column)
 
 
 @dataclass(frozen=True)
@@ -201,9 +200,7 @@ class PackedWeights:
 
     def packed(self) -> list:
         """Return the weights as templates take them."""
-        from tunecompile.templates import nf4
-
-        return [nf4.Weight(*arguments[:6]) for arguments in self.arguments()]
+        return [templates.nf4.Weight(*arguments[:6]) for arguments in self.arguments()]
 
     def without_copy(self, tokens: int) -> None:
         return None
@@ -212,10 +209,8 @@ class PackedWeights:
         self, b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype, below: Tensor | None = None
     ) -> Tensor:
         """One kernel writes weights and adapters side by side, each sibling into its rows."""
-        from tunecompile.templates import nf4
-
         ranks = [m.shape[1] for m in b]
-        adapters = [nf4.Adapter(m, s, sum(ranks[:i])) for i, (m, s) in enumerate(zip(b, scales))]
+        adapters = [templates.nf4.Adapter(m, s, sum(ranks[:i])) for i, (m, s) in enumerate(zip(b, scales))]
         return self._written(padded(self.columns + sum(ranks)), adapters, below)
 
     written = extended
@@ -224,14 +219,12 @@ class PackedWeights:
         return self._written(self.columns, (), below(a, self.height, dtype) if with_adapters else None)
 
     def _written(self, width: int, adapters: Sequence, below: Tensor | None) -> Tensor:
-        from tunecompile.templates import lora, nf4
-
         height = self.height + (0 if below is None else below.shape[0])
         out = torch.empty((height, width), dtype=self.dtype, device=self.codes[0].device)
         kind = {"blocksize": self.blocksize, "quant_type": self.quant_type}
-        nf4.dequantize_siblings(self.packed(), self.columns, out, adapters, **kind)
+        templates.nf4.dequantize_siblings(self.packed(), self.columns, out, adapters, **kind)
         if below is not None:
-            lora.append_rows(below, out, self.height)
+            templates.lora.append_rows(below, out, self.height)
         return out
 
     def bound(self) -> Tensor:
@@ -257,10 +250,8 @@ class PackedWeights:
 
     def write(self, out: Tensor, scales: Tensor, transposed: bool, by_column: bool = False) -> None:
         """Codes are converted directly to 8 bits."""
-        from tunecompile.templates import eight_bits
-
         for place, weight in zip(_places(self.rows, transposed), self.packed()):
-            eight_bits.write_nf4(
+            templates.eight_bits.write_nf4(
                 *(weight.packed, weight.absmax, (weight.rows, self.columns), scales, out, *place),
                 **dict(transposed=transposed, by_column=by_column),
                 **dict(blocksize=self.blocksize, quant_type=self.quant_type),

@@ -9,6 +9,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile._torch.modules import linear
 from tunecompile.ir.op import Cost, op, refuse_gpu
@@ -305,14 +306,14 @@ def losses_and_gradient(
 def _by_template(
     logits, target, scale, softcap, ignore_index, label_smoothing, factors, gradient, names=(), rises=None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    from tunecompile.templates import cross_entropy
-
     how = {"softcap": softcap or None, "scale": scale, "grad": gradient, "factors": factors if gradient else None}
     if names or rises is not None:
-        losses, values = cross_entropy.statistics_and_grad_(logits, target, names, entropy_factors=rises, **how)
+        losses, values = templates.cross_entropy.statistics_and_grad_(
+            logits, target, names, entropy_factors=rises, **how
+        )
         return losses, logits, values
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return cross_entropy.loss_and_grad_(logits, target, **options, **how), logits, {}
+    return templates.cross_entropy.loss_and_grad_(logits, target, **options, **how), logits, {}
 
 
 def by_torch(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile.ir.op import Cost, has_triton, op
 from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
@@ -185,9 +186,7 @@ def beside(x: Tensor, columns: int, make: Callable[[Tensor], Tensor]) -> tuple[T
     extra = make(wide[:, :width])
     if not (on_gpu(x) and has_triton()):
         return torch.slice_scatter(wide, extra.to(x.dtype), 1, width, width + columns), extra
-    from tunecompile.templates import lora
-
-    lora.append_columns(extra, wide, width)
+    templates.lora.append_columns(extra, wide, width)
     return wide, extra
 
 

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch.card import AMPERE, older_than
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
@@ -168,20 +169,17 @@ def _(x, weights, a, b, scales, stored, activation, *, used):
 )
 def _(x, weights, a, b, scales, stored, activation, *, used):
     """Both products by K extension; the activation is written where the second one reads it. y is not recomputed."""
-    from tunecompile.templates import lora as pieces
-    from tunecompile.templates import swiglu
-
     (gate_and_up, down), inner = frozen_of(x, weights, b, stored), inner_width(b)
     wide, xa = lora.with_xa(x, [], a[WIDE], x.dtype)
     gate_up = _product(gate_and_up, wide, xa, b[WIDE], scales[WIDE])
     if not (used[0] or used[3]):
         return None, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, None
     act = torch.empty((wide.shape[0], padded(inner + a[-1].shape[0])), dtype=x.dtype, device=x.device)
-    swiglu.forward(*gate_up.split(inner, 1), activation, out=act)
+    templates.swiglu.forward(*gate_up.split(inner, 1), activation, out=act)
     xa_down = act[:, :inner] @ a[-1].to(x.dtype).t()
     y = None
     if used[0]:
-        pieces.append_columns(xa_down, act, inner)
+        templates.lora.append_columns(xa_down, act, inner)
         y = _product(down, act, xa_down, b[DOWN], scales[DOWN]).reshape(*x.shape[:-1], down.height)
     return y, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, xa_down
 
@@ -199,15 +197,13 @@ def _forward_in(eight: EightBits) -> None:
     )
     def _(x, weights, a, b, scales, stored, activation, *, used):
         """As "joined", the frozen products in 8 bits."""
-        from tunecompile.templates import swiglu
-
         (wide, down), inner, lead = frozen_of(x, weights, b, stored), inner_width(b), x.shape[:-1]
         tokens = x.reshape(-1, x.shape[-1])
         xa = tokens @ torch.cat([m.to(x.dtype) for m in a[WIDE]]).t()
         gate_up = eight.product(tokens, xa, wide, on_diagonal(b[WIDE], scales[WIDE], x.dtype), False)
         if not (used[0] or used[3]):
             return None, gate_up.reshape(*lead, 2 * inner), xa, None
-        act = swiglu.forward(*gate_up.split(inner, 1), activation)
+        act = templates.swiglu.forward(*gate_up.split(inner, 1), activation)
         xa_down, y = act @ a[-1].to(x.dtype).t(), None
         if used[0]:
             y = eight.product(act, xa_down, down, on_diagonal(b[DOWN], scales[DOWN], x.dtype), False)
@@ -247,8 +243,6 @@ def lora_mlp_backward(grad, x, weights, a, b, scales, stored, activation, out1, 
     refuses=_refuse,
 )
 def _(grad, x, weights, a, b, scales, stored, activation, out1, out2, out3, *, dying=()):
-    from tunecompile.templates import lora as pieces
-
     (gate_and_up, down), inner = frozen_of(x, weights, b, stored), inner_width(b)
 
     def through_down(adapter):
@@ -257,7 +251,7 @@ def _(grad, x, weights, a, b, scales, stored, activation, out1, out2, out3, *, d
 
     def through_wide(both, adapter):
         gb = both[:, : 2 * inner] @ adapter
-        pieces.append_columns(gb, both, 2 * inner)
+        templates.lora.append_columns(gb, both, 2 * inner)
         return both @ gate_and_up.stacked(a[WIDE], x.dtype), gb
 
     width = padded(2 * inner + sum(m.shape[0] for m in a[WIDE]))
@@ -315,12 +309,12 @@ def _joined(x, a, b, scales, activation, saved, through_down, through_wide, both
         both: where the gradient of gate_up is written, [T, width]; None to allocate it.
         width: columns of `both`.
     """
-    from tunecompile.templates import lora_mlp as template
-
     gate_up, xa, xa_down = saved
     ranks = [m.shape[0] for m in a]
     d_act, gb, g = through_down(on_diagonal(b[DOWN], scales[DOWN], x.dtype))
-    both, *db_wide, da_down = template.backward(d_act, gate_up, gb, xa, ranks[WIDE], activation, both=both, width=width)
+    both, *db_wide, da_down = templates.lora_mlp.backward(
+        d_act, gate_up, gb, xa, ranks[WIDE], activation, both=both, width=width
+    )
     dx, gb = through_wide(both, on_diagonal(b[WIDE], scales[WIDE], x.dtype))
     da_wide = (gb.t() @ x.reshape(-1, x.shape[-1])).split(ranks[WIDE])
     d_a = (*da_wide, da_down)

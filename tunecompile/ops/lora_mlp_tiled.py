@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile.ir.op import Cost, op
 from tunecompile.ops import lora
 from tunecompile.ops.adapters.layout import below, on_diagonal
@@ -77,9 +78,6 @@ def lora_mlp_tiled(*, x, tiles: int, **rest) -> Tensor:
 )
 def _(x, weights, a, b, scales, stored, activation, tiles):
     """All tiles share one buffer for each product's operand, so a tile begins only after the tile before it is done."""
-    from tunecompile.templates import lora as rooms
-    from tunecompile.templates import swiglu
-
     (gate_and_up, down), inner = frozen_of(x, weights, b, stored), inner_width(b)
     tokens, xa = x.reshape(-1, x.shape[-1]), lora.down(x, [], a[WIDE], x.dtype)
     wide = gate_and_up.written(b[WIDE], scales[WIDE], x.dtype)
@@ -90,10 +88,10 @@ def _(x, weights, a, b, scales, stored, activation, tiles):
     y = _room(x, [slice(0, tokens.shape[0])], down.height)
     for piece in cut:
         count = piece.stop - piece.start
-        rooms.write_beside(tokens[piece], xa[piece], beside)
-        swiglu.forward(*(beside[:count] @ wide.t()).split(inner, 1), activation, out=act)
-        rooms.append_columns(act[:count, :inner] @ a_down, act, inner)
-        rooms.append_rows(act[:count] @ narrow.t(), y, piece.start)
+        templates.lora.write_beside(tokens[piece], xa[piece], beside)
+        templates.swiglu.forward(*(beside[:count] @ wide.t()).split(inner, 1), activation, out=act)
+        templates.lora.append_columns(act[:count, :inner] @ a_down, act, inner)
+        templates.lora.append_rows(act[:count] @ narrow.t(), y, piece.start)
     return y.reshape(*x.shape[:-1], down.height)
 
 
@@ -132,10 +130,6 @@ def lora_mlp_tiled_backward(*, grad, x, a, b, tiles, **rest) -> list[Tensor]:
 )
 def _(grad, x, weights, a, b, scales, stored, activation, tiles):
     """The adapters' inner products are narrow: they are stored for all tokens, and each gradient is one product."""
-    from tunecompile.templates import lora as rooms
-    from tunecompile.templates import lora_mlp as template
-    from tunecompile.templates import swiglu
-
     (gate_and_up, down), inner, columns = frozen_of(x, weights, b, stored), inner_width(b), x.shape[-1]
     tokens, grads, ranks = x.reshape(-1, columns), grad.reshape(-1, grad.shape[-1]), [m.shape[0] for m in a]
     through_wide, through_down = (on_diagonal(b[part], scales[part], x.dtype) for part in (WIDE, DOWN))
@@ -146,23 +140,23 @@ def _(grad, x, weights, a, b, scales, stored, activation, tiles):
     cut = pieces(tokens.shape[0], tiles)
     left, right = _room(x, cut, wide.shape[1]), _room(x, cut, narrow.shape[0])
     dx = _room(x, [slice(0, tokens.shape[0])], columns)
-    parts = template.begin(left.shape[0], inner, ranks[WIDE], gb)
+    parts = templates.lora_mlp.begin(left.shape[0], inner, ranks[WIDE], gb)
     xa_down, gb_wide = [], []
     for piece in cut:
         count = piece.stop - piece.start
-        rooms.write_beside(tokens[piece], xa[piece], left)
+        templates.lora.write_beside(tokens[piece], xa[piece], left)
         # the last columns are overwritten below; if zeroed here, Inductor would compute all tiles' products at once
         both = left[:count] @ wide.t()
         gate_up = both[:, : 2 * inner]
-        xa_down.append(swiglu.forward(*gate_up.split(inner, 1), activation) @ a_down)
-        rooms.write_beside(grads[piece], gb[piece], right)
-        template.backward_of_piece(
+        xa_down.append(templates.swiglu.forward(*gate_up.split(inner, 1), activation) @ a_down)
+        templates.lora.write_beside(grads[piece], gb[piece], right)
+        templates.lora_mlp.backward_of_piece(
             right[:count] @ narrow, gate_up, gb[piece], xa[piece], ranks[WIDE], activation, parts, both
         )
         gb_wide.append(both[:, : 2 * inner] @ through_wide)
-        rooms.append_columns(gb_wide[-1], both, 2 * inner)
-        rooms.append_rows(both @ wide[:, :columns], dx, piece.start)
-    *db_wide, da_down = template.sums(parts, ranks[WIDE], ranks[-1])
+        templates.lora.append_columns(gb_wide[-1], both, 2 * inner)
+        templates.lora.append_rows(both @ wide[:, :columns], dx, piece.start)
+    *db_wide, da_down = templates.lora_mlp.sums(parts, ranks[WIDE], ranks[-1])
     d_a = (*(torch.cat(gb_wide).t() @ tokens).split(ranks[WIDE]), da_down)
     d_b = [d * scale for d, scale in zip((*of_projections(db_wide, b), grads.t() @ torch.cat(xa_down)), scales)]
     return [dx.reshape(x.shape), *(d.to(m.dtype) for d, m in zip(d_a, a)), *(d.to(m.dtype) for d, m in zip(d_b, b))]

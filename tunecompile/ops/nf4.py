@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch.known_bugs import BLOCKS_ACROSS_ROWS, DEQUANTIZED_IN_FP64
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.pretend_gpu import on_gpu
@@ -136,9 +137,7 @@ def _refuse_template(packed, absmax, absmax_code, blocksize, dtype) -> Note | No
 
 @dequantize_4bit.provider("triton", because=TEMPLATE, refuses=_refuse_template)
 def _(*, rows, columns, **packed):
-    from tunecompile.templates import nf4
-
-    return nf4.dequantize(shape=(rows, columns), **packed)
+    return templates.nf4.dequantize(shape=(rows, columns), **packed)
 
 
 BITSANDBYTES = "its own kernel; generated code looks each level up in a table"

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch.autograd import CLAMP_CUTS_AT_LIMIT
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.shape_rule_cache import are_contiguous, contiguous_like
@@ -97,9 +98,7 @@ def _refuse(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> Note | N
     "0.29 ms, Inductor's concatenation 0.38 (8192x14336 bf16, H200)",
 )
 def _(grad, gate, up, activation):
-    from tunecompile.templates import swiglu
-
-    return list(swiglu.backward(grad, gate, up, activation))
+    return list(templates.swiglu.backward(grad, gate, up, activation))
 
 
 @op(cost=Cost.POINTWISE, example=lambda draw: [draw.hidden(), draw.hidden(), draw.normal(draw.rows, 1), "silu"])
@@ -141,9 +140,7 @@ def weighted_gate_backward(grad, gate, up, weights, activation) -> list[Tensor]:
     because="the three gradients in one pass, those of gate and up in one buffer",
 )
 def _(grad, gate, up, weights, activation):
-    from tunecompile.templates import swiglu
-
-    return list(swiglu.weighted_backward(grad, gate, up, weights, activation))
+    return list(templates.swiglu.weighted_backward(grad, gate, up, weights, activation))
 
 
 @op(cost=Cost.POINTWISE, example=lambda draw: [draw.normal(draw.rows, 2 * draw.width), 1.702, 7.0])
@@ -194,18 +191,14 @@ def _refuse_clamped(both: Tensor) -> Note | None:
     "triton", refuses=_refuse_clamped, because="interleaved columns are read as pairs and separated in registers"
 )
 def _(both, alpha, limit):
-    from tunecompile.templates import swiglu
-
-    return swiglu.clamped(both, alpha, limit)
+    return templates.swiglu.clamped(both, alpha, limit)
 
 
 @clamped_gate_backward.provider(
     "triton", refuses=_refuse_clamped, because="interleaved pairs are written, as in the projection's gradient"
 )
 def _(grad, both, alpha, limit):
-    from tunecompile.templates import swiglu
-
-    return [swiglu.clamped_backward(grad, both, alpha, largest_inside(limit))]
+    return [templates.swiglu.clamped_backward(grad, both, alpha, largest_inside(limit))]
 
 
 def largest_inside(limit: float) -> float:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tunecompile import templates
+
 
 def padded(width: int) -> int:
     """Return `width` rounded up to 64: whole cache lines of half precision, as matrix products read them.
@@ -56,8 +58,6 @@ def written_weight(
 
     Needs a GPU and Triton. Makes no intermediate copy.
     """
-    from tunecompile.templates import lora
-
     adapters, columns = on_diagonal(b, scales, dtype), weights[0].shape[1]
     rows = adapters.shape[0]
     out = torch.empty(
@@ -66,8 +66,8 @@ def written_weight(
         device=adapters.device,
     )
     for i, weight in enumerate(weights):
-        lora.append_rows(weight, out, sum(w.shape[0] for w in weights[:i]))
-    lora.append_columns(adapters, out, columns)
+        templates.lora.append_rows(weight, out, sum(w.shape[0] for w in weights[:i]))
+    templates.lora.append_columns(adapters, out, columns)
     if below is not None:
-        lora.append_rows(below, out, rows)
+        templates.lora.append_rows(below, out, rows)
     return out

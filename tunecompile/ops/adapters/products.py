@@ -8,6 +8,7 @@ of its 24 each. (Splitting into narrow pieces: Henry, Tang and Heinecke, 2019, a
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch import card
 from tunecompile.ir.op import has_triton, refuse_spills
 from tunecompile.ir.pretend_gpu import on_gpu
@@ -34,9 +35,7 @@ def project(rows: Tensor, adapter: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if not _splits(rows, adapter, dtype):
         return rows.to(dtype) @ adapter
-    from tunecompile.templates import adapters
-
-    return adapters.project(rows, adapter).sum(0)
+    return templates.adapters.project(rows, adapter).sum(0)
 
 
 def outer(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,9 +54,7 @@ def outer(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _reduce(rows: Tensor, narrow: Tensor, turned: bool) -> Tensor:
-    from tunecompile.templates import adapters
-
-    return adapters.reduce(rows, narrow, turned=turned).sum(0)
+    return templates.adapters.reduce(rows, narrow, turned=turned).sum(0)
 
 
 def pieces(m: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile.ir.op import Cost, op
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note
@@ -134,16 +135,12 @@ def refuse_branches(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
 
 @branch_attention.provider("triton", because="reads prefixes in place, and once", refuses=refuse_branches)
 def _(q, k, v, offsets, longest, tree, places, scale, window, sinks, softcap):
-    from tunecompile.templates import attention as template
-
-    made = template.forward(q, k, v, offsets, longest, scale, window, softcap, tree=tree, places=places)
+    made = templates.attention.forward(q, k, v, offsets, longest, scale, window, softcap, tree=tree, places=places)
     return join_sinks(*made, sinks)
 
 
 @branch_attention_backward.provider("triton", because="reads prefixes in place, and once", refuses=refuse_branches)
 def _(grad, q, k, v, offsets, longest, tree, places, scale, window, sinks, softcap, out0, out1):
-    from tunecompile.templates import attention as template
-
     rest = (out1, sums_of_gradients(grad, out0), offsets, longest, scale, window, softcap)
-    made = template.backward(grad, q, k, v, *rest, tree=tree, places=places)
+    made = templates.attention.backward(grad, q, k, v, *rest, tree=tree, places=places)
     return [*made, sinks_gradient(grad, out0, out1, sinks)]

@@ -14,6 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch.card import AMPERE, older_than
 from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
@@ -159,8 +160,6 @@ def causal_attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) ->
     Returns:
         (out, logsumexp), as `causal_attention`.
     """
-    from tunecompile.templates.attention import causal_softmax as template
-
     blocks, (out, logsumexp), shared, length = Blocks.of(q, k), _shapes(q, k, v), q.shape[1] // k.shape[1], q.shape[2]
     for rows, kinds in blocks.parts(k):
         heads = slice(kinds.start * shared, kinds.stop * shared)
@@ -169,7 +168,9 @@ def causal_attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float) ->
             end = min(first + blocks.queries, length)
             where = rows, heads, slice(first, end)
             scores = _product(_together(q[where], shared), keys[:, :end].mT)
-            weights, sums, level = template.softmax(scores, first, end - first, scale, q.dtype)
+            weights, sums, level = templates.attention.causal_softmax.softmax(
+                scores, first, end - first, scale, q.dtype
+            )
             made = _product(weights, values[:, :end]).div_(sums[..., None])
             out[where] = made.view(out[where].shape)
             logsumexp[where] = level.view(logsumexp[where].shape)
@@ -213,12 +214,12 @@ def _softmax_backward(
     queries: Tensor, grad: Tensor, out: Tensor, keys: Tensor, values: Tensor, scale: float, sums: Tensor, first: int
 ) -> tuple[Tensor, Tensor]:
     """The softmax of one block and the gradient of its scores, [S, R, keys]."""
-    from tunecompile.templates.attention import causal_softmax as template
-
     scores, dweights = _product(queries, keys.mT), _product(grad, values.mT)
     delta, count = (grad.float() * out.float()).sum(-1).contiguous(), sums.shape[2]
     sums = sums.reshape(delta.shape).contiguous()
-    return template.softmax_backward(scores, dweights, sums, delta, first, count, scale, queries.dtype)
+    return templates.attention.causal_softmax.softmax_backward(
+        scores, dweights, sums, delta, first, count, scale, queries.dtype
+    )
 
 
 def _together(x: Tensor, shared: int) -> Tensor:
@@ -302,6 +303,5 @@ def _refuse_one_query(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
     "split_keys", because="programs share the keys of a row, and read each once", refuses=_refuse_one_query
 )
 def _(q, k, v, mask, scale, sinks, softcap):
-    from tunecompile.templates.attention import one_query
-
-    return one_query.forward(q, k, v, mask, scale, None if sinks is None else sinks.contiguous(), softcap)
+    sinks = None if sinks is None else sinks.contiguous()
+    return templates.attention.one_query.forward(q, k, v, mask, scale, sinks, softcap)

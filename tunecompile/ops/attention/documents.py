@@ -7,6 +7,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch.card import AMPERE, older_than
 from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
 from tunecompile.ir.shape_rule_cache import contiguous_like
@@ -290,15 +291,11 @@ def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, ou
 
 @varlen_attention.provider("triton", because=_TEMPLATE, refuses=refuse_template)
 def _(q, k, v, offsets, longest, scale, window, sinks, causal, softcap):
-    from tunecompile.templates import attention as template
-
-    return join_sinks(*template.forward(q, k, v, offsets, longest, scale, window, softcap), sinks)
+    return join_sinks(*templates.attention.forward(q, k, v, offsets, longest, scale, window, softcap), sinks)
 
 
 @varlen_attention_backward.provider("triton", because=_TEMPLATE, refuses=refuse_template)
 def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1):
-    from tunecompile.templates import attention as template
-
     delta = sums_of_gradients(grad, out0)
-    made = template.backward(grad, q, k, v, out1, delta, offsets, longest, scale, window, softcap)
+    made = templates.attention.backward(grad, q, k, v, out1, delta, offsets, longest, scale, window, softcap)
     return [*made, sinks_gradient(grad, out0, out1, sinks)]

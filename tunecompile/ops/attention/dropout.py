@@ -7,6 +7,7 @@ A seed, drawn in the graph, says which weights are kept, by a word of a counter-
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile.ir.op import Cost, op
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note
@@ -106,14 +107,10 @@ def _refuse(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
 
 @dropout_attention.provider("triton", because=_TEMPLATE, refuses=_refuse)
 def _(q, k, v, offsets, longest, scale, window, causal, dropout, seed):
-    from tunecompile.templates import attention as template
-
-    return template.forward(q, k, v, offsets, longest, scale, window, causal=causal, dropped=(dropout, seed))
+    return templates.attention.forward(q, k, v, offsets, longest, scale, window, causal=causal, dropped=(dropout, seed))
 
 
 @dropout_attention_backward.provider("triton", because=_TEMPLATE, refuses=_refuse)
 def _(grad, q, k, v, offsets, longest, scale, window, causal, dropout, seed, out0, out1):
-    from tunecompile.templates import attention as template
-
     rest = (out1, sums_of_gradients(grad, out0), offsets, longest, scale, window)
-    return [*template.backward(grad, q, k, v, *rest, causal=causal, dropped=(dropout, seed))]
+    return [*templates.attention.backward(grad, q, k, v, *rest, causal=causal, dropped=(dropout, seed))]

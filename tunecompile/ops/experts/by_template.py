@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch.card import AMPERE, capability, older_than
 from tunecompile.ir.op import refuse_gpu
 from tunecompile.notes import Note, note
@@ -52,17 +53,15 @@ def forward(x, weight, offsets, a, b, scales, transposed, bias, *, order=None, c
         weight, offsets, a, b, scales, transposed, bias: as for `grouped_lora_linear`; `refuse` returns None for them.
         order, choices: a permutation [S] and how many rows a token has; or None and 0.
     """
-    from tunecompile.templates import experts
-
     x, count = _dense(x), (x if order is None else order).shape[0]
-    table = experts.tiles(offsets, count, x)
+    table = templates.experts.tiles(offsets, count, x)
     read, told = {"order": order, "choices": choices}, {"bias": None if bias is None else bias.contiguous()}
     if not a:
-        y = experts.rows(x, weight, offsets, table, count, turned=not transposed, **told, **read)
+        y = templates.experts.rows(x, weight, offsets, table, count, turned=not transposed, **told, **read)
         return y, x.new_zeros(count, 0)
     down, up = downs(a, weight.shape[0], x.dtype), ups(b, scales, weight.shape[0], x.dtype)
-    xa = experts.rows(x, down, offsets, table, count, turned=True, **read)
-    y = experts.rows(x, weight, offsets, table, count, turned=not transposed, inner=xa, up=up, **told, **read)
+    xa = templates.experts.rows(x, down, offsets, table, count, turned=True, **read)
+    y = templates.experts.rows(x, weight, offsets, table, count, turned=not transposed, inner=xa, up=up, **told, **read)
     return y, xa
 
 
@@ -91,22 +90,20 @@ def backward(
         used: whether each gradient is read; the others are None.
         grad_order, grad_choices, order, choices: of grad and of x, as for `forward`.
     """
-    from tunecompile.templates import experts
-
     grad, x = _dense(grad), _dense(x)
     count = (grad if grad_order is None else grad_order).shape[0]
-    table = experts.tiles(offsets, count, grad)
+    table = templates.experts.tiles(offsets, count, grad)
     read, told = {"order": grad_order, "choices": grad_choices}, {}
     d_a, d_b = [], []
     if a:
         down, up = downs(a, weight.shape[0], x.dtype), ups(b, scales, weight.shape[0], x.dtype)
-        gb = experts.rows(grad, up, offsets, table, count, turned=True, **read)
+        gb = templates.experts.rows(grad, up, offsets, table, count, turned=True, **read)
         told = {"inner": gb, "up": down}
-        d_a = split_downs(experts.outer(gb, x, offsets, order=order, choices=choices), a)
-        d_b = split_ups(experts.outer(out1.contiguous(), grad, offsets, **read), b, scales)
+        d_a = split_downs(templates.experts.outer(gb, x, offsets, order=order, choices=choices), a)
+        d_b = split_ups(templates.experts.outer(out1.contiguous(), grad, offsets, **read), b, scales)
     d_x = d_weight = None
     if used[0]:
-        d_x = experts.rows(grad, weight, offsets, table, count, turned=transposed, **told, **read)
+        d_x = templates.experts.rows(grad, weight, offsets, table, count, turned=transposed, **told, **read)
     products = LOOPED if refuse_grouped(grad, [weight]) else BY_TORCH
     if used[1]:
         sides = [spread(*side).contiguous() for side in ((grad, grad_order, grad_choices), (x, order, choices))]

@@ -10,6 +10,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
 from tunecompile.ops.experts import by_template, few_rows
@@ -144,6 +145,4 @@ def _refuse(y: Tensor) -> Note | None:
     because="0.11 ms, by Inductor 0.48 (8 rows of 2048 for each of 8192 tokens, bf16, H100)",
 )
 def _(y, places, choices, dtype):
-    from tunecompile.templates import experts
-
-    return experts.collect(y, places, choices, dtype)
+    return templates.experts.collect(y, places, choices, dtype)

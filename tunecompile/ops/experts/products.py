@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch.card import has_bfloat16
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, has_triton, op
@@ -101,9 +102,7 @@ def _torch_outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     ends = offsets.to(torch.int32)
     made = torch._grouped_mm(left.t(), right, offs=ends)
     if on_gpu(made) and has_triton():
-        from tunecompile.templates import experts
-
-        experts.zero_idle(made, ends)
+        templates.experts.zero_idle(made, ends)
         return made
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     return torch.where((ends > starts)[:, None, None], made, 0)
@@ -113,9 +112,7 @@ def zeroed_behind(rows: Tensor, offsets: Tensor) -> Tensor:
     """Return rows [S, N] with 0 in those of no expert: in place on a GPU, where a copy of all would take as long as two
     readings."""
     if on_gpu(rows) and has_triton():
-        from tunecompile.templates import experts
-
-        experts.zero_behind(rows, offsets)
+        templates.experts.zero_behind(rows, offsets)
         return rows
     return torch.where(inside(rows.shape[0], offsets), rows, 0)
 

@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile.ir.op import Cost, op
 from tunecompile.ops.norms.of_sum import of_sum
 from tunecompile.ops.norms.rms_norm import compute_dtype, refuse_norm
@@ -74,9 +75,9 @@ def _as(gradient: Tensor, parameter: Tensor | None) -> Tensor:
 
 
 def _by_template(grad, x, weight, bias, eps, residual_grad, used):
-    from tunecompile.templates import norms
-
-    dx, *sums = norms.backward(grad, x, weight, eps, residual_grad=residual_grad, sums=2 if any(used[1:]) else 0)
+    dx, *sums = templates.norms.backward(
+        grad, x, weight, eps, residual_grad=residual_grad, sums=2 if any(used[1:]) else 0
+    )
     read = zip(sums or (None, None), (weight, bias), used[1:])
     return [dx, *(_as(each, given) if is_read else None for each, given, is_read in read)]
 

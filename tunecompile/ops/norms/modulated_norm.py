@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile.ir.op import Cost, op
 from tunecompile.notes import Note, note
 from tunecompile.ops.norms.layer_norm import standardize
@@ -87,15 +88,13 @@ def _refuse(x: Tensor, gradients: list[Tensor], scale: Tensor, shift: Tensor, *_
 
 
 def _by_template(grad, x, scale, shift, eps, offset, centred, residual_grad, used):
-    from tunecompile.templates import norms
-
     if not (used[1] or used[2]):  # Inductor joins what reads dX: the gate of the branch before
         given = scale, shift, eps, offset, centred
         if residual_grad is None:
             return modulated_norm_backward.reference(grad, x, *given)
         return add_modulated_norm.backward_op.reference(grad, residual_grad, x, *given)
     how = {"offset": offset, "centred": centred, "residual_grad": residual_grad, "sums": 2}
-    dx, *sums = norms.backward(grad, x, scale[:, 0], eps, **how)
+    dx, *sums = templates.norms.backward(grad, x, scale[:, 0], eps, **how)
     return [dx, *(each[:, None].to(given.dtype) for each, given in zip(sums, (scale, shift)))]
 
 

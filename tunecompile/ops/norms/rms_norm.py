@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.ir.shape_rule_cache import are_contiguous, contiguous_like
 from tunecompile.notes import Note, note
@@ -105,10 +106,8 @@ def refuse_norm(*tensors: Tensor) -> Note | None:
 
 
 def _by_template(grad, x, weight, eps, offset, round_first, residual_grad, used):
-    from tunecompile.templates import norms
-
     how = {"offset": offset, "round_first": round_first, "residual_grad": residual_grad, "sums": int(used[1])}
-    dx, *sums = norms.backward(grad, x, weight, eps, centred=False, **how)
+    dx, *sums = templates.norms.backward(grad, x, weight, eps, centred=False, **how)
     return [dx, sums[0].to(weight.dtype) if sums else None]
 
 

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile.ir.op import Cost, op, refuse_gpu
 from tunecompile.notes import Note, note
 
@@ -53,6 +54,4 @@ def _refuse(packed: Tensor, scales: Tensor, rows: int, columns: int, dtype: torc
 
 @dequantize_mxfp4.provider("triton", refuses=_refuse, because="levels are decoded from their bits, without a table")
 def _(packed, scales, rows, columns, dtype):
-    from tunecompile.templates import mxfp4
-
-    return mxfp4.dequantize(packed, scales, (rows, columns), dtype)
+    return templates.mxfp4.dequantize(packed, scales, (rows, columns), dtype)

@@ -6,6 +6,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile.ir.op import Cost, op
 from tunecompile.notes import Note, note
 from tunecompile.ops.recurrent.channel_chunks import BLOCK, ChannelChunks
@@ -68,11 +69,9 @@ def _refuse(q: Tensor, k: Tensor, v: Tensor, initial: Tensor | None) -> Note | N
     because="chunks in parallel, states in registers; decays of pairs are never stored",
 )
 def _(q, k, v, g, beta, initial, offsets, scale, eps):
-    from tunecompile.templates.recurrent import channel_rule
-
     q, k = (unit(x.float(), eps).value.to(x.dtype) for x in (q, k))
     given = (x.contiguous() for x in (q, k, v, g, beta))
-    return channel_rule.forward(*given, documents_in(q, offsets), scale=scale)
+    return templates.recurrent.channel_rule.forward(*given, documents_in(q, offsets), scale=scale)
 
 
 @channel_delta_rule.backward(
@@ -97,11 +96,9 @@ def channel_delta_rule_backward(grad, grad_final, q, k, v, g, beta, initial, off
     because="chunks in parallel, states' gradients in registers",
 )
 def _(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps, *, used):
-    from tunecompile.templates.recurrent import channel_rule
-
     units = [unit(x.float(), eps) for x in (q, k)]
     queries, keys = (each.value.to(q.dtype) for each in units)
     given = (x.contiguous() for x in (grad, grad_final, queries, keys, v, g, beta))
-    made = channel_rule.backward(*given, documents_in(q, offsets), scale=scale)
+    made = templates.recurrent.channel_rule.backward(*given, documents_in(q, offsets), scale=scale)
     made[:2] = [each.gradient(dx.float()) for each, dx in zip(units, made)]
     return [*(y.to(x.dtype) for x, y in zip((q, k, v, g, beta), made)), None]

@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch import known_bugs
 from tunecompile._torch.card import AMPERE, compiled_for, older_than
 from tunecompile.ir.op import Cost, op, refuse_gpu, refuse_spills
@@ -84,10 +85,8 @@ def documents_in(q: Tensor, offsets: Tensor | None) -> Tensor | None:
     because="chunks in parallel, states in registers; the loop over chunks is inside a kernel",
 )
 def _(q, k, v, g, beta, initial, offsets, scale, eps):
-    from tunecompile.templates.recurrent import delta_rule
-
     q, k = (unit(x.float(), eps).value.to(x.dtype) for x in (q, k))
-    return delta_rule.forward(
+    return templates.recurrent.delta_rule.forward(
         q, k, v, g.contiguous(), beta.contiguous(), offsets, documents_in(q, offsets), scale=scale
     )
 
@@ -112,11 +111,9 @@ def gated_delta_rule_backward(grad, grad_final, q, k, v, g, beta, initial, offse
     because="chunks in parallel, states' gradients in registers",
 )
 def _(grad, grad_final, q, k, v, g, beta, initial, offsets, scale, eps, *, used):
-    from tunecompile.templates.recurrent import delta_rule
-
     documents, units = documents_in(q, offsets), [unit(x.float(), eps) for x in (q, k)]
     queries, keys = (each.value.to(q.dtype) for each in units)
-    made = delta_rule.backward(
+    made = templates.recurrent.delta_rule.backward(
         *(grad, grad_final.contiguous(), queries, keys, v),
         *(g.contiguous(), beta.contiguous(), offsets, documents),
         scale=scale,

@@ -6,6 +6,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch.card import has_bfloat16
 from tunecompile._torch.fake_tensors import is_fake
 from tunecompile.ir.op import Cost, has_triton, op
@@ -105,9 +106,9 @@ def _refuse(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, initial: Ten
     because="chunks in parallel, states in registers: none of a token lies in memory",
 )
 def _(x, dt, a, b, c, initial, offsets):
-    from tunecompile.templates.recurrent import selective_scan as template
-
-    return template.forward(*(t.contiguous() for t in (x, dt, a, b, c)), documents_in(x, offsets))
+    return templates.recurrent.selective_scan.forward(
+        *(t.contiguous() for t in (x, dt, a, b, c)), documents_in(x, offsets)
+    )
 
 
 @selective_scan.backward(gives=("x", "dt", "a", "b", "c", "initial"), outputs=2, flops=backward_flops, opaque=True)
@@ -145,8 +146,6 @@ def selective_scan_backward(grad, grad_final, x, dt, a, b, c, initial, offsets) 
     because="chunks in parallel, states and their gradients in registers",
 )
 def _(grad, grad_final, x, dt, a, b, c, initial, offsets, *, used):
-    from tunecompile.templates.recurrent import selective_scan as template
-
     given = (t.contiguous() for t in (grad, grad_final, x, dt, a, b, c))
-    made = template.backward(*given, documents_in(x, offsets), with_a=used[2])
+    made = templates.recurrent.selective_scan.backward(*given, documents_in(x, offsets), with_a=used[2])
     return [*(y if y is None else y.to(t.dtype) for t, y in zip((x, dt, a, b, c), made)), None]

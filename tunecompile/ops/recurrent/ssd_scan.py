@@ -6,6 +6,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile.ir.op import Cost, op
 from tunecompile.notes import Note
 from tunecompile.ops.recurrent.delta_chunks import ALL, CHUNK, Chunks, backward, forward
@@ -70,10 +71,10 @@ def _refuse(c: Tensor, b: Tensor, x: Tensor, initial: Tensor | None) -> Note | N
     because="chunks in parallel, states in registers",
 )
 def _(c, b, x, g, dt, initial, offsets):
-    from tunecompile.templates.recurrent import delta_rule
-
     documents = documents_in(c, offsets)
-    return delta_rule.forward(c, b, x, g.contiguous(), dt.contiguous(), offsets, documents, scale=1.0, delta=False)
+    return templates.recurrent.delta_rule.forward(
+        c, b, x, g.contiguous(), dt.contiguous(), offsets, documents, scale=1.0, delta=False
+    )
 
 
 @ssd_scan.backward(gives=("c", "b", "x", "g", "dt", "initial"), outputs=2, flops=backward_flops, opaque=True)
@@ -96,9 +97,7 @@ def ssd_scan_backward(grad, grad_final, c, b, x, g, dt, initial, offsets) -> lis
     because="chunks in parallel, states' gradients in registers",
 )
 def _(grad, grad_final, c, b, x, g, dt, initial, offsets, *, used):
-    from tunecompile.templates.recurrent import delta_rule
-
-    made = delta_rule.backward(
+    made = templates.recurrent.delta_rule.backward(
         *(grad, grad_final.contiguous(), c, b, x),
         *(g.contiguous(), dt.contiguous(), offsets),
         documents_in(c, offsets),

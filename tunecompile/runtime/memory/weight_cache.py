@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tunecompile import templates
 from tunecompile._torch.autograd import in_backward, plain_tensors
 from tunecompile.compiler.weight_layout import FusedWeightSlots
 from tunecompile.ir.op import has_triton
@@ -231,10 +232,8 @@ def _write_weight(out: Tensor, row: int, columns: int, weight: list) -> int:
     """Dequantise into the first columns, from row `row` on. Returns the number of rows."""
     packed, absmax, code, scale, offset, rows, _, blocksize, quant_type, _ = weight
     if out.is_cuda and has_triton():
-        from tunecompile.templates import nf4
-
-        nf4.dequantize_siblings(
-            [nf4.Weight(packed.detach(), absmax, code, scale, offset, rows)],
+        templates.nf4.dequantize_siblings(
+            [templates.nf4.Weight(packed.detach(), absmax, code, scale, offset, rows)],
             columns,
             out,
             blocksize=blocksize,
@@ -248,13 +247,12 @@ def _write_weight(out: Tensor, row: int, columns: int, weight: list) -> int:
 
 def writer(pieces: Sequence[tuple[Tensor, Tensor, float]]) -> Callable[[], None]:
     """A function that writes all adapters into their places, times their factors."""
-    if pieces and pieces[0][0].is_cuda and has_triton():
-        from tunecompile.templates import lora
-
-        if all(
-            source.stride(1) == 1 and {source.dtype, target.dtype} <= set(lora.DTYPES) for source, target, _ in pieces
-        ):
-            return lora.write_pieces(pieces)
+    on_gpu = pieces and pieces[0][0].is_cuda and has_triton()
+    if on_gpu and all(
+        source.stride(1) == 1 and {source.dtype, target.dtype} <= set(templates.lora.DTYPES)
+        for source, target, _ in pieces
+    ):
+        return templates.lora.write_pieces(pieces)
 
     def write() -> None:
         for source, target, factor in pieces:
