@@ -5,7 +5,7 @@ import torch
 
 from tests.support.passes.run import family
 from tests.support.planted import SUBJECTS
-from tunecompile.verification.graph_nets import near_misses, respelled, spellings, spoilt, through
+from tunecompile.verification.nets import near_misses, respelled, spellings, spoilt, through
 from tunecompile.verification.pass_examples import Example
 
 pytestmark = pytest.mark.filterwarnings("ignore")

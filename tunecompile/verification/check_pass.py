@@ -15,9 +15,7 @@ from tunecompile._torch.dynamo import reset
 from tunecompile.compiler.backend import Backend, Executor
 from tunecompile.compiler.pass_manager import Pass
 from tunecompile.errors import summary
-from tunecompile.verification.graph_nets import near_misses, pass_on_graphs, spellings
-from tunecompile.verification.model_net import training_step
-from tunecompile.verification.op_net import ops_alone
+from tunecompile.verification.nets import near_misses, ops_alone, pass_on_graphs, spellings, training_step
 from tunecompile.verification.pass_examples import CLOSE, FACTOR, Answer, Example, Finding
 
 __all__ = ["CLOSE", "FACTOR", "Example", "Finding", "check", "compiled"]

@@ -30,9 +30,8 @@ from tunecompile.runtime.attach import attach, restore
 from tunecompile.runtime.layers.find_layers import find_layers
 from tunecompile.runtime.model_state import ATTRIBUTE, Settings, State, is_optimized
 from tunecompile.verification.bisect import find, without
-from tunecompile.verification.reference_model import mode, twin_of
+from tunecompile.verification.reference_model import format_on, mode, round_products, twin_of
 from tunecompile.verification.result import Verification
-from tunecompile.verification.rounded import format_on, round_products
 from tunecompile.verification.tolerance import Verdict, compare_gradients, judge_gradients, judge_loss
 from tunecompile.verification.unchanged import unchanged
 

@@ -1,4 +1,8 @@
-"""The nets that look at graphs: an example's own, other spellings of it, and near misses."""
+"""The nets that a pass goes through: its graphs, its ops alone, and a training step of a small model.
+
+Of graphs there are an example's own, other spellings of it, and near misses; of an op its schema, shape rule, gradients
+and providers. The model's layers compute the example.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves, tree_map
 
+from tunecompile import passes as own_passes
 from tunecompile._torch.dynamo import reset
 from tunecompile._torch.fake_tensors import copied
 from tunecompile.compiler.pass_manager import Context, Pass, run_stage
+from tunecompile.compiler.plugins import pipeline
 from tunecompile.ir.canonicalize import canonicalize
-from tunecompile.ir.op import OPS
+from tunecompile.ir.op import OPS, Op
 from tunecompile.ir.rewrite import annotate
+from tunecompile.runtime.attach import attach
+from tunecompile.runtime.model_state import Settings, state_of
 from tunecompile.verification.pass_examples import Answer, Example, as_exact, gradients, in_fp64
+from tunecompile.verification.verify import verify
 
 Variants = Callable[[GraphModule], Iterator[tuple[str, GraphModule]]]  #: a graph -> (what was changed, a changed copy)
 
@@ -201,3 +211,137 @@ def _returned(node: Node) -> None:
     annotate(share, node)
     annotate(total, node)
     output.args = ((*others, total),)
+
+
+class _Calls(Interpreter):
+    """Runs a graph, and records the arguments of its ops."""
+
+    def __init__(self, gm: GraphModule):
+        super().__init__(gm)
+        self.seen: list[tuple[Op, tuple]] = []
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        """Run one call."""
+        if target in OPS:
+            self.seen.append((OPS[target], args))
+        return super().call_function(target, args, kwargs)
+
+
+def ops_alone(passes: Sequence[Pass], example: Example) -> Iterator[Answer]:
+    """Whether each op's schema and shape rule hold, its gradients are right, and its providers exact."""
+    calls: list[_Calls] = []
+
+    def change(gm: GraphModule) -> Callable:
+        calls.append(_Calls(rewritten(passes, gm)[0]))
+        return calls[-1].run
+
+    through(example.function, change)(*in_fp64(example.args(torch.float64)))
+    if not calls[-1].seen:
+        yield "an op to look at", False, "nothing of the example is rewritten in float64"
+    for op, args in calls[-1].seen:
+        yield from _op(op, args)
+
+
+def _op(op: Op, args: tuple) -> Iterator[Answer]:
+    """All properties of one op, at the arguments of one call."""
+    detached = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, args)
+    yield _registration(op, detached)
+    trained = [
+        i for i, arg in enumerate(args) if isinstance(arg, Tensor) and arg.is_floating_point() and arg.requires_grad
+    ]
+    if trained and op.backward_op is None:
+        yield f"{op.name}: has a backward", False, "register one: @op.backward(saves=..., gives=...)"
+    elif trained:
+        yield f"{op.name}: gradients are those of its values", _gradcheck(op, detached, trained), ""
+    yield from _providers(op, detached)
+
+
+def _registration(op: Op, args: tuple) -> Answer:
+    """Whether the schema, and the shape rule on fake tensors, agree with a real call (`torch.library.opcheck`)."""
+    found = torch.library.opcheck(
+        op.overload, args, test_utils=("test_schema", "test_faketensor"), raise_exception=False
+    )
+    failed = [
+        f"{name}: {str(error).strip().splitlines()[0][:200]}" for name, error in found.items() if error != "SUCCESS"
+    ]
+    return f"{op.name}: schema, and shapes without numbers", not failed, "; ".join(failed)
+
+
+def _gradcheck(op: Op, args: tuple, trained: Sequence[int]) -> bool:
+    """Whether the gradients of some arguments, by position, are those of finite differences."""
+
+    def call(*leaves: Tensor) -> tuple[Tensor, ...]:
+        given = list(args)
+        for i, leaf in zip(trained, leaves):
+            given[i] = leaf
+        return tuple(v for v in tree_leaves(op(*given)) if isinstance(v, Tensor) and v.requires_grad)
+
+    leaves = [args[i].clone().requires_grad_() for i in trained]
+    return torch.autograd.gradcheck(call, leaves, raise_exception=False)
+
+
+def _providers(op: Op, args: tuple) -> Iterator[Answer]:
+    """Whether each provider that runs here is as exact as the reference."""
+    for provider in op.providers:
+        asked = f"{op.name} by {provider.name}: as exact as the reference"
+        if (reason := provider.refuses(*args)) is not None:
+            yield asked, True, f"not run here: {reason}"
+            continue
+        with torch.no_grad():
+            made, plain = (
+                [v for v in tree_leaves(run(*args)) if isinstance(v, Tensor)] for run in (provider.run, op.reference)
+            )
+        yield asked, *as_exact(made, plain, plain, plain[0].dtype)
+
+
+class _Layer(nn.Module):
+    """A layer that computes an example, with the example's tensors as its weights."""
+
+    def __init__(self, example: Example):
+        super().__init__()
+        args = example.args(torch.float32)
+        self.function = example.function
+        self.given = [None if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
+        weights = [arg for arg, given in zip(args, self.given) if given is None]
+        self.weights = nn.ParameterList([nn.Parameter(arg.detach().clone(), arg.requires_grad) for arg in weights])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input plus the means of the example's results on scaled weights."""
+        weights = iter(self.weights)
+        made = self.function(*[next(weights) * x if given is None else given for given in self.given])
+        return x + sum(
+            value.float().mean()
+            for value in tree_leaves(made)
+            if isinstance(value, Tensor) and value.is_floating_point()
+        )
+
+
+class _Model(nn.Module):
+    """Two such layers and a loss."""
+
+    def __init__(self, example: Example):
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(example) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss, a scalar."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def training_step(passes: Sequence[Pass], example: Example) -> Iterator[Answer]:
+    """Whether the example is found in a model of two layers, and one training step of it passes `verify`."""
+    own = {p.name for p in passes}
+    others = (p for p in pipeline(own_passes.PIPELINE) if p.name not in own)
+    model = attach(_Model(example).train(), Settings((*passes, *others), executor="eager"))
+    state = state_of(model)
+    result = verify(model, {"x": torch.ones(1, device="cpu")}, loss=lambda model, batch: model(**batch))
+    found = {tally.family: tally.rewritten for tally in state.matches()}
+    if not result.faults:  # a pass at fault is switched off by now
+        yield (
+            "found in a model's layers",
+            any(found.get(p.name) for p in passes),
+            ", ".join(f"{name} {count}" for name, count in found.items() if count),
+        )
+    yield "a training step is verified", result.passed, result.summary()
