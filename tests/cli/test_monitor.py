@@ -258,7 +258,7 @@ def shot():
 def test_the_table_fits_a_narrow_terminal():
     from rich.console import Console
 
-    from tunecompile.cli.monitor.screen import screen
+    from tunecompile.cli.monitor.watch import screen
 
     console = Console(width=80, record=True, file=open(os.devnull, "w"))
     console.print(screen(shot()))

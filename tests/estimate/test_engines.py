@@ -5,6 +5,7 @@ import pytest
 from tunecompile.estimate.engines import (
     AHEAD,
     ModelBytes,
+    Network,
     ShardedBytes,
     ddp_cost,
     fsdp_cost,
@@ -16,7 +17,6 @@ from tunecompile.estimate.engines import (
 )
 from tunecompile.estimate.meta_model import meta_model
 from tunecompile.estimate.multi_gpu import MultiGpuPlanner, Question, plan
-from tunecompile.estimate.network import Network
 from tunecompile.planner.datasheets import CONTEXT, GPUS, DatasheetGauge, find_gpu
 
 pytest.importorskip("peft")

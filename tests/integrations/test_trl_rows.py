@@ -9,7 +9,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.models.fused_head import MARKS, headed, padded_left, scored, with_head
 from tests.support.models.pairs import adapted_layers, pair
-from tunecompile.integrations.trl.labelled_rows import LabelledRows
+from tunecompile.integrations.trl.fused_head import LabelledRows
 
 pytestmark = MARKS
 WAITS = {"aten.nonzero", "aten.masked_select", "aten.item", "aten._local_scalar_dense"}

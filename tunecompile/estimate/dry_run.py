@@ -29,7 +29,7 @@ from tunecompile.compiler.backend import CompiledAs
 from tunecompile.compiler.survey import SurveyBackend
 from tunecompile.errors import CannotEstimate, summary
 from tunecompile.estimate.dry_run_planner import DryRunPlanner, SharedPrefix, StaticMemory
-from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears
+from tunecompile.estimate.meta_model import counted_tensors, meta_linears
 from tunecompile.ir.op import has_triton
 from tunecompile.ir.pretend_gpu import as_on_gpu
 from tunecompile.notes import Note, note

@@ -14,7 +14,7 @@ from tunecompile.compiler.plugins import pipeline
 from tunecompile.errors import BadBatchShape, CannotEstimate
 from tunecompile.estimate.dry_run import rehearse
 from tunecompile.estimate.dry_run_planner import DryRunPlanner, StaticMemory
-from tunecompile.estimate.meta_nf4 import counted_tensors, meta_linears
+from tunecompile.estimate.meta_model import counted_tensors, meta_linears
 from tunecompile.integrations.packed_experts.stacks import scales_of
 from tunecompile.notes import Note
 from tunecompile.planner.datasheets import DatasheetGauge, GpuSpec, find_gpu

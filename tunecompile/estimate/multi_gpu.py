@@ -14,6 +14,7 @@ from tunecompile.estimate.dry_run_planner import DryRunPlanner, StaticMemory
 from tunecompile.estimate.engines import (
     EngineCost,
     ModelBytes,
+    Network,
     PipelineStage,
     ddp_cost,
     fsdp_cost,
@@ -26,7 +27,6 @@ from tunecompile.estimate.engines import (
 )
 from tunecompile.estimate.estimate import Estimate, state_for, summarize
 from tunecompile.estimate.meta_model import meta_model
-from tunecompile.estimate.network import Network
 from tunecompile.notes import Note, note
 from tunecompile.planner.datasheets import HOST, DatasheetGauge, GpuSpec
 from tunecompile.planner.device_memory import MARGIN, Spec, shown

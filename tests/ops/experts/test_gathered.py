@@ -6,7 +6,7 @@ import torch
 from tests.support.ops.checks import assert_fake_is_real
 from tests.support.ops.experts import operands
 from tunecompile.ops import gathered_lora_linear, gathered_lora_linear_backward, grouped_lora_linear, sum_rows
-from tunecompile.ops.experts.adapter_stacks import padded_rank
+from tunecompile.ops.experts.adapted_stack import padded_rank
 
 CHOICES = 2
 

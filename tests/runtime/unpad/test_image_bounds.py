@@ -13,7 +13,7 @@ from tests.support import zoo
 from tests.support.compare import assert_close
 from tests.support.models.images import adapted, images_of, qwen2_5_vl
 from tests.support.notes import fell_back
-from tunecompile.integrations.kernel_functions.fork import Fork, fork_of
+from tunecompile.integrations.kernel_functions.bounds import Fork, fork_of
 from tunecompile.runtime.unpad.image_bounds import ImageBounds, read_bounds
 
 tf = pytest.importorskip("transformers")

@@ -5,8 +5,7 @@ its hub where one is installed. Neither can be compiled: the kernels break the g
 unrolled, once for every length. So is the loop over images of a tower's attention.
 """
 
-from tunecompile.integrations.kernel_functions.bounds import BOUNDS, forks_in, takes_bounds, trace_by_bounds
-from tunecompile.integrations.kernel_functions.fork import Fork
+from tunecompile.integrations.kernel_functions.bounds import BOUNDS, Fork, forks_in, takes_bounds, trace_by_bounds
 from tunecompile.integrations.kernel_functions.meanings import BOUNDARIES, DOCUMENTS
 from tunecompile.integrations.kernel_functions.substitute import Substitution, knows_documents, substitute
 from tunecompile.integrations.kernel_functions.token_loops import TokenLoops

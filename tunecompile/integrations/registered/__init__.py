@@ -29,9 +29,9 @@ def register() -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        from tunecompile.integrations.registered import attention, experts, masks
+        from tunecompile.integrations.registered import functions
     except ImportError as missing:
         raise MissingExtra(what="tunecompile.register", package="transformers", extra="hf") from missing
-    AttentionInterface.register(NAME, attention.attention)
-    AttentionMaskInterface.register(NAME, masks.mask)
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts.experts)
+    AttentionInterface.register(NAME, functions.attention)
+    AttentionMaskInterface.register(NAME, functions.mask)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, functions.experts)

@@ -8,6 +8,6 @@ from tunecompile.integrations.trl.fused_head import (
     home_of_forward,
     home_of_replacement,
     requests_scores,
+    same_scores,
     with_scores,
 )
-from tunecompile.integrations.trl.same_scores import same_scores

@@ -10,7 +10,7 @@ from tunecompile import templates
 from tunecompile._torch.card import AMPERE, capability, older_than
 from tunecompile.ir.op import refuse_gpu
 from tunecompile.notes import Note, note
-from tunecompile.ops.experts.adapter_stacks import downs, padded_rank, split_downs, split_ups, ups
+from tunecompile.ops.experts.adapted_stack import downs, padded_rank, split_downs, split_ups, ups
 from tunecompile.ops.experts.products import BY_TORCH, LOOPED, bias_gradient, refuse_grouped
 from tunecompile.ops.experts.rows import spread
 

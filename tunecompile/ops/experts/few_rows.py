@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tunecompile.notes import Note, note
-from tunecompile.ops.experts.adapter_stacks import padded_rank
+from tunecompile.ops.experts.adapted_stack import padded_rank
 from tunecompile.ops.experts.products import inside
 from tunecompile.ops.experts.rows import spread
 from tunecompile.ops.packed.few_rows import refuse_kernel

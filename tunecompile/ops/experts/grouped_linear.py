@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tunecompile.ir.op import Cost, op
 from tunecompile.ops.experts import by_template, few_rows
-from tunecompile.ops.experts.adapter_stacks import downs, split_downs, split_ups, ups
+from tunecompile.ops.experts.adapted_stack import downs, split_downs, split_ups, ups
 from tunecompile.ops.experts.products import (
     BY_TORCH,
     LOOPED,

@@ -1,23 +1,35 @@
-"""Attention by the name `tunecompile`, as transformers' models call it.
+"""Attention, its masks and experts by the name `tunecompile`, as transformers' models call them.
 
-Without sinks and soft-caps it is transformers' call of torch's function. With them it is one op, which keeps no scores,
-where whole rows see all that stands before them. Under a mask it is written out as models write it; in layers that are
-optimized, masks of padding, documents and windows become the op all the same (`passes.recognize.document_attention`).
+Attention: without sinks and soft-caps it is transformers' call of torch's function. With them it is one op, which keeps
+no scores, where whole rows see all that stands before them. Under a mask it is written out as models write it; in
+layers that are optimized, masks of padding, documents and windows become the op all the same
+(`passes.recognize.document_attention`).
+
+Masks are as for torch's function, or to be added to scores: transformers makes them by the function of this name for
+every model, also for one whose code has attention of its own and adds the mask to its scores. A mask of bools would be
+added as ones and zeros there.
+
+Experts are products grouped by expert. While Dynamo traces, that is transformers' own code for grouped products, which
+passes recognise with whatever adapters, packed weights and biases it reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from tunecompile.errors import UnknownAttention
 from tunecompile.integrations.context_parallel import is_shared
 from tunecompile.ir.eager_call import by_provider
-from tunecompile.ops import varlen_attention
+from tunecompile.ops import collect_rows, grouped_lora_linear, inverse_order, spread_rows, varlen_attention
 
 CHOSEN = ("indices", "block_indices")  #: keys that a model has chosen for each query, which no mask says
 
@@ -137,3 +149,70 @@ def _written_out(
     weights = (weights if sinks is None else weights[..., :-1]).to(query.dtype)
     weights = F.dropout(weights, p=dropout, training=dropout > 0)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+_by_name: dict[type, bool] = {}  #: whether models of a class of configs call attention by name
+
+
+def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of one call, with transformers' arguments; None where all rows are plainly causal, or see everything.
+
+    Where there are more keys than queries there always is one, so that queries left out later have the right keys.
+    """
+    kind = type(kwargs.get("config"))
+    if kind not in _by_name:
+        models = [each for each in _below(PreTrainedModel) if each.config_class is kind]
+        _by_name[kind] = bool(models) and all(each._supports_attention_backend for each in models)
+    if not _by_name[kind]:
+        return eager_mask(*args, **kwargs)
+    queries = kwargs["q_length"] if "q_length" in kwargs else len(kwargs["cache_position"])  # transformers 5.0
+    if queries != kwargs["kv_length"]:
+        kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **kwargs)
+
+
+def _below(kind: type) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _below(each)
+
+
+def experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What the experts make of each token, weighted and summed.
+
+    Args:
+        self: the module that has their weights.
+        hidden_states: [T, H].
+        top_k_index: [T, k], the experts of each token.
+        top_k_weights: [T, k].
+
+    Returns:
+        [T, H], in the dtype of `hidden_states`.
+    """
+    gated = getattr(self, "has_gate", True)  # transformers 5.0 has no others
+    first, last = "gate_up_proj" if gated else "up_proj", "down_proj"
+    stacks = {} if torch.compiler.is_compiling() else {name: getattr(self, name) for name in (first, last)}
+    if not stacks or not _is_plain(self, stacks, hidden_states):
+        return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    choices = top_k_index.shape[-1]
+    expert, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    places = inverse_order(order)
+    ends = torch.searchsorted(expert, torch.arange(self.num_experts, device=expert.device), right=True).int()
+
+    def product(rows: Tensor, name: str) -> Tensor:
+        bias = getattr(self, f"{name}_bias") if self.has_bias else None
+        return by_provider(grouped_lora_linear, rows, stacks[name], ends, [], [], [], self.is_transposed, bias)[0]
+
+    made = product(spread_rows(hidden_states, order, places, choices), first)
+    made = self._apply_gate(made) if gated else self.act_fn(made)
+    made = product(made, last) * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    return collect_rows(made, order, places, choices).to(hidden_states.dtype)
+
+
+def _is_plain(self: Any, stacks: dict[str, Tensor], tokens: Tensor) -> bool:
+    """Whether all is as the op has it: all experts are here, in the dtype of the tokens, and no norm follows."""
+    if getattr(self, "_is_expert_parallel", False) or getattr(self, "has_post_expert_norm", False):
+        return False
+    if torch.is_autocast_enabled(tokens.device.type):
+        return False
+    return all(type(each.data) is Tensor and each.dtype == tokens.dtype for each in stacks.values())
