@@ -18,7 +18,7 @@ print(*[name for name in sys.modules if name.startswith("tunecompile.") and not 
 """
 
 HIDDEN = """
-import tunecompile.report.report, tunecompile.estimate.network, tunecompile.api
+import tunecompile.report.report, tunecompile.estimate.engines, tunecompile.api
 from tunecompile import estimate, report
 assert estimate is tunecompile.estimate and report is tunecompile.report is tunecompile.api.report
 assert callable(report) and callable(estimate)

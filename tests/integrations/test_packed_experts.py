@@ -144,7 +144,7 @@ def test_convolutions_stay():
 
 
 def test_without_bitsandbytes(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes.nn.parametrize", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     quantize._replace.cache_clear()
     with pytest.raises(MissingExtra, match=r"bitsandbytes.*tunecompile\[qlora\]"):
         tunecompile.quantize_experts(Mixture(2, 8, 64))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
+from functools import partial
 
 import rich.markup
 import torch
 from rich.console import Console
 
-from tunecompile.errors import BadOption, MissingExtra, TunecompileError
+from tunecompile.errors import BadOption, TunecompileError, need
 
 
 def one_of(option: str, value: str, *known: str) -> str:
@@ -97,13 +97,5 @@ def escape(text: str) -> str:
     return rich.markup.escape(text)
 
 
-def need_packages() -> None:
-    """Raise `MissingExtra` if a package of the report is not installed."""
-    for package in ("jinja2", "matplotlib", "pydantic"):
-        if not installed(package):
-            raise MissingExtra(what="the report", package=package, extra="cli")
-
-
-def installed(package: str) -> bool:
-    """Whether the package can be imported."""
-    return importlib.util.find_spec(package) is not None
+#: raises `MissingExtra` if a package of the report is not installed
+need_packages = partial(need, "the report", "cli", "jinja2", "matplotlib", "pydantic")

@@ -5,7 +5,7 @@ functions), `authors` (ops, rewrites and passes), `commands` (input of the comma
 """
 
 from tunecompile.errors.authors import InvalidOp, InvalidPipeline, InvalidRewrite, LeftoverOp, NoSuchPass
-from tunecompile.errors.base import MissingExtra, MissingHost, TunecompileError, summary
+from tunecompile.errors.base import MissingExtra, MissingHost, TunecompileError, need, summary
 from tunecompile.errors.commands import (
     BadJson,
     BadMessages,

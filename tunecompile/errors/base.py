@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from typing import Any
 
@@ -41,6 +42,22 @@ class MissingExtra(TunecompileError):
     """An optional package is required and not installed. The message names the extra to install."""
 
     template = "{what} needs {package}, which is not installed. Install it: pip install 'tunecompile[{extra}]'"
+
+
+def need(what: str, extra: str, *packages: str) -> None:
+    """Require that packages are installed.
+
+    Args:
+        what: needs them.
+        extra: of this package, which installs them.
+        packages: as they are imported.
+
+    Raises:
+        MissingExtra: for the first one that is not there.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(what=what, package=package, extra=extra)
 
 
 class MissingHost(TunecompileError, ImportError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tunecompile.errors import MissingExtra
+from tunecompile.errors import need
 
 FLUX, QWEN, WAN = "FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel"
 #: name -> its class in diffusers, and its config where that differs from the class's own
@@ -86,8 +85,7 @@ def denoiser(name: str, dtype: torch.dtype) -> Denoiser:
     Raises:
         MissingExtra: diffusers is not installed.
     """
-    if importlib.util.find_spec("diffusers") is None:
-        raise MissingExtra(what=f"a plan of {name}", package="diffusers", extra="test")
+    need(f"a plan of {name}", "test", "diffusers")
     import diffusers
 
     kind, changes = DENOISERS[name]

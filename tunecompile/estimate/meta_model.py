@@ -8,7 +8,6 @@ the forward is the one that the pass `nf4` makes of bitsandbytes' forward.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tunecompile._torch.modules import linear
-from tunecompile.errors import CannotEstimate, MissingExtra, NoConfig, summary
+from tunecompile.errors import CannotEstimate, MissingExtra, NoConfig, need, summary
 from tunecompile.estimate.denoisers import DENOISERS, TARGETS, denoiser
 from tunecompile.estimate.known_shapes import SHAPES, empty_model, lora_targets, shape_config
 from tunecompile.integrations.packed_experts.meta import pack_on_meta
@@ -117,8 +116,7 @@ def find_config(model: str) -> Any:
         MissingExtra: transformers is not installed.
         NoConfig: there is no config, or transformers cannot read it.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise MissingExtra(what="tunecompile plan", package="transformers", extra="hf")
+    need("tunecompile plan", "hf", "transformers")
     from transformers import AutoConfig
 
     path = Path(model)
@@ -184,8 +182,7 @@ def meta_model(model: str, mode: str, rank: int, dtype: torch.dtype = torch.bflo
 
 
 def _adapted(model: nn.Module, rank: int, targets: dict[str, Any], task: str | None) -> nn.Module:
-    if importlib.util.find_spec("peft") is None:
-        raise MissingExtra(what="a plan for adapters", package="peft", extra="hf")
+    need("a plan for adapters", "hf", "peft")
     from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 
     config = LoraConfig(r=rank, lora_alpha=rank, **targets, task_type=task)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import nn
 from tunecompile.compiler.graph_dump import describe_change
 from tunecompile.compiler.graph_snapshot import Box, GraphSnapshot
 from tunecompile.compiler.pass_manager import Context
-from tunecompile.errors import MissingExtra
+from tunecompile.errors import need
 from tunecompile.notes import Note
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import plan_lines
@@ -61,8 +60,7 @@ def explain(model: nn.Module, path: str | Path = "explain.html") -> Path:
         MissingExtra: jinja2 is not installed.
         OSError: the file cannot be written.
     """
-    if importlib.util.find_spec("jinja2") is None:
-        raise MissingExtra(what="explain", package="jinja2", extra="cli")
+    need("explain", "cli", "jinja2")
     state = state_of(model)
     page = make_environment("tunecompile.report").get_template("explain.html.jinja")
     path = Path(path)

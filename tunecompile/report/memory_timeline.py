@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tunecompile.errors import MissingExtra, NoPlan
+from tunecompile.errors import NoPlan, need
 from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import KEEP, KEEP_WEIGHTS, PlanOption, copies
 from tunecompile.planner.step_plan import AdmittedPlan
@@ -68,9 +67,7 @@ def memory_timeline(model: nn.Module, path: str | Path = "memory.html") -> Path:
         MissingExtra: jinja2 or matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    for package in ("jinja2", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise MissingExtra(what="memory_timeline", package=package, extra="cli")
+    need("memory_timeline", "cli", "jinja2", "matplotlib")
     state = state_of(model)
     page = make_environment("tunecompile.report").get_template("memory_timeline.html.jinja")
     parts = [

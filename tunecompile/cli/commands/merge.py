@@ -8,8 +8,8 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
-from tunecompile.cli.options import escape, exit_code, installed, one_of
-from tunecompile.errors import MissingExtra
+from tunecompile.cli.options import escape, exit_code, one_of
+from tunecompile.errors import need
 from tunecompile.integrations.export.adapter import BASES, load
 from tunecompile.integrations.export.gguf import save_gguf
 from tunecompile.integrations.export.safetensors import DTYPES, empty, save_merged
@@ -39,8 +39,8 @@ def merge(
 
     def work() -> int:
         one_of("--dtype", dtype, *DTYPES)
-        if gguf and not installed("gguf"):
-            raise MissingExtra(what="--gguf", package="gguf", extra="gguf")
+        if gguf:
+            need("--gguf", "gguf", "gguf")
         empty(out)  # fails here rather than after a large model is loaded
         model, tokenizer = load(adapter, base, one_of("--trained-on", trained_on, *BASES))
         save_merged(model, out, dtype, tokenizer)

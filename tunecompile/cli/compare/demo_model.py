@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tunecompile.errors import MissingExtra, NotAGguf
+from tunecompile.errors import NotAGguf, need
 
 MODULES = {
     "attn_q": "self_attn.q_proj",
@@ -55,10 +55,9 @@ def read(file: Path, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]
         NotAGguf: gguf cannot read the file, or dequantise one of its tensors.
         MissingExtra: gguf is not installed.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise MissingExtra(what="reading GGUF", package="gguf", extra="gguf") from error
+    need("reading GGUF", "gguf", "gguf")
+    import gguf
+
     try:
         reader = gguf.GGUFReader(file)
         metadata = {key: field.contents() for key, field in reader.fields.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tunecompile.cli.compare import data, models
 from tunecompile.cli.compare.meters import WARMUP
 from tunecompile.cli.compare.processes import Listener
 from tunecompile.cli.compare.spec import Job, System
-from tunecompile.errors import BadOption, DataMissing, MissingExtra, ShapeWithData
+from tunecompile.errors import BadOption, DataMissing, ShapeWithData, need
 from tunecompile.estimate.known_shapes import SHAPES
 
 
@@ -62,11 +62,11 @@ def check_request(comparison: Comparison) -> None:
     if job.loss == "dpo":
         check_dpo(job)
     check_gpus(job)
-    need("the comparison", {"transformers": "hf", "accelerate": "hf"})
+    need("the comparison", "hf", "transformers", "accelerate")
     if job.mode != "full":
-        need(f"--{job.mode}", {"peft": "hf"})
+        need(f"--{job.mode}", "hf", "peft")
     if job.mode == "qlora":
-        need("--qlora", {"bitsandbytes": "qlora"})
+        need("--qlora", "qlora", "bitsandbytes")
     models.check_model(job.model)
     if not job.shapes:
         check_data(job)
@@ -77,7 +77,7 @@ def check_data(job: Job) -> None:
     if models.is_shape(job.model):
         raise ShapeWithData(model=job.model)
     if job.trainer == "sft":
-        need("--trainer sft", {"trl": "trl", "datasets": "trl"})
+        need("--trainer sft", "trl", "trl", "datasets")
     if job.data is None:
         raise DataMissing(shapes=", ".join(SHAPES))
     rows = data.read_rows(job.data, job.loss)
@@ -121,10 +121,3 @@ def check_dpo(job: Job) -> None:
     ):
         if wrong:
             raise BadOption(option="--loss", value=job.loss, reason=reason)
-
-
-def need(what: str, packages: Mapping[str, str]) -> None:
-    """Raise `MissingExtra` if a package is not installed. packages: the extra that installs each."""
-    for package, extra in packages.items():
-        if importlib.util.find_spec(package) is None:
-            raise MissingExtra(what=what, package=package, extra=extra)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tunecompile.cli.monitor.gpu import MachineReader, MachineSnapshot
-from tunecompile.errors import MissingExtra
+from tunecompile.errors import need
 from tunecompile.planner.device_memory import shown
 from tunecompile.runtime import telemetry_files
 
@@ -91,10 +91,9 @@ def _tables(console: Console, quiet: bool) -> Iterator[Show]:
 
 @contextmanager
 def _serving(machine: MachineReader, host: str, port: int) -> Iterator[None]:
-    try:
-        from tunecompile.cli.monitor.prometheus import serve
-    except ImportError as missing:
-        raise MissingExtra(what="--prometheus", package=missing.name, extra="monitor") from missing
+    need("--prometheus", "monitor", "prometheus_client")
+    from tunecompile.cli.monitor.prometheus import serve
+
     server = serve(lambda: machine.look(time.time()), host, port)
     Console(stderr=True).print(f"serving http://{host}:{port}/metrics", highlight=False)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tunecompile.errors import MissingExtra, NoAdapter, summary
+from tunecompile.errors import NoAdapter, need, summary
 from tunecompile.integrations.packed_experts.checkpoint import packed_config
 from tunecompile.integrations.packed_experts.load import nf4_config
 
@@ -46,11 +46,10 @@ def load(folder: Path, base: str | None = None, trained_on: str = "plain") -> tu
         NoAdapter: there is no adapter, its base cannot be loaded, or the two do not fit.
         MissingExtra: transformers, peft or bitsandbytes is not installed.
     """
-    try:
-        import transformers
-        from peft import PeftConfig, PeftModel
-    except ImportError as error:
-        raise MissingExtra(what="merging an adapter", package=error.name, extra="hf") from error
+    need("merging an adapter", "hf", "transformers", "peft")
+    import transformers
+    from peft import PeftConfig, PeftModel
+
     if not (folder / "adapter_config.json").is_file():
         raise NoAdapter(
             path=folder,
@@ -91,12 +90,9 @@ def _quantised(trained_on: str) -> dict[str, Any]:
     device = {"": 0} if torch.cuda.is_available() else "cpu"
     if "kind" in BASES[trained_on]:
         return {"quantization_config": packed_config(**BASES[trained_on]), "device_map": device}
-    import importlib.util
-
+    need(f"a base in {trained_on}", "qlora", "bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingExtra(what=f"a base in {trained_on}", package="bitsandbytes", extra="qlora")
     config = (
         nf4_config(torch.bfloat16)
         if trained_on == "nf4-experts"

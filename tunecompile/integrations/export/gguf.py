@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunecompile.errors import CannotWriteGguf, MissingExtra
+from tunecompile.errors import CannotWriteGguf, need
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -54,11 +54,10 @@ def save_gguf(folder: str | Path, path: str | Path | None = None) -> Path:
         CannotWriteGguf: the GGUF form of this model or tokenizer is not known.
         MissingExtra: gguf, transformers or safetensors is not installed.
     """
-    try:
-        import gguf
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise MissingExtra(what="a GGUF file", package=error.name, extra="gguf") from error
+    need("a GGUF file", "gguf", "gguf", "transformers")
+    import gguf
+    from transformers import AutoConfig
+
     folder = Path(folder)
     path = Path(path or folder / "model.gguf")
     if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tunecompile.errors import CannotMerge, MissingExtra
+from tunecompile.errors import CannotMerge, need
 from tunecompile.integrations.deepspeed import in_parts
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -81,11 +81,10 @@ def empty(folder: str | Path) -> Path:
 
 def _base(model: nn.Module) -> Any:
     """The `transformers` model, with the layers that PEFT has replaced in it."""
-    try:
-        from peft import PeftModel
-        from transformers import PreTrainedModel
-    except ImportError as error:
-        raise MissingExtra(what="saving a merged model", package=error.name, extra="hf") from error
+    need("saving a merged model", "hf", "peft", "transformers")
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
     if isinstance(model, PeftModel):
         if model.active_peft_config.is_prompt_learning:
             raise CannotMerge(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from tunecompile.errors import CannotQuantize, MissingExtra
+from tunecompile.errors import CannotQuantize, need
 
 METHODS = {"mxfp4": "tunecompile_mxfp4", "fp8": "tunecompile_fp8"}  #: of transformers' table of quantizers
 
@@ -35,10 +35,8 @@ def packed_config(kind: str = "mxfp4") -> Any:
     """
     if kind not in METHODS:
         raise CannotQuantize(reason=f"kind is {kind!r}; give one of {', '.join(map(repr, METHODS))}")
-    try:
-        return _config_class(kind)()
-    except ImportError as error:
-        raise MissingExtra(what="packed_config", package="transformers", extra="hf") from error
+    need("packed_config", "hf", "transformers")
+    return _config_class(kind)()
 
 
 @functools.cache

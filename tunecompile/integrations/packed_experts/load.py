@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tunecompile.errors import CannotQuantize, MissingExtra
+from tunecompile.errors import CannotQuantize, need
 from tunecompile.integrations.packed_experts.formats import is_loaded, loaded, only, place
 from tunecompile.integrations.packed_experts.quantize import BLOCK, is_stack, pack, refusal, stacks
 
@@ -37,11 +37,8 @@ def nf4_config(compute_dtype: torch.dtype = torch.bfloat16, kind: str = "nf4") -
     Raises:
         MissingExtra: transformers is not installed.
     """
-    try:
-        config = _config_class()
-    except ImportError as error:
-        raise MissingExtra(what="nf4_config", package="transformers", extra="qlora") from error
-    return config(
+    need("nf4_config", "qlora", "transformers")
+    return _config_class()(
         load_in_4bit=True,
         bnb_4bit_quant_type=kind,
         bnb_4bit_use_double_quant=True,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tunecompile.errors import CannotQuantize, MissingExtra
-from tunecompile.integrations.packed_experts.stacks import HOOK_MODULE, packed_stacks
+from tunecompile.errors import CannotQuantize, need
+from tunecompile.integrations.packed_experts.stacks import packed_stacks
 from tunecompile.ops.nf4 import CODES
 
 BLOCK = 64  #: weights that share a scale, as bitsandbytes' linears have it
@@ -120,8 +120,7 @@ def refusal(module: nn.Module, key: str, blocksize: int, loaded: bool = True) ->
 
 @functools.cache
 def _replace() -> Callable:
-    try:
-        from bitsandbytes.nn.parametrize import replace_parameter_4bit
-    except ImportError as error:
-        raise MissingExtra(what="quantize_experts", package=HOOK_MODULE.partition(".")[0], extra="qlora") from error
+    need("quantize_experts", "qlora", "bitsandbytes")
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
     return replace_parameter_4bit
