@@ -8,48 +8,45 @@ has them.
 
 from __future__ import annotations
 
+from functools import partial
+
 from tunecompile._torch.private_names import PrivateName, group
 
-_TRANSFORMERS = {"since": "5.0", "last_checked": ("5.0", "5.24")}
-_PEFT = {"since": "0.18", "last_checked": ("0.18", "0.21")}
-_ACCELERATE = {"since": "1.4", "last_checked": ("1.4", "1.15")}
-_BITSANDBYTES = {"since": "0.50", "last_checked": ("0.50",)}
-_DEEPSPEED = {"since": "0.19", "last_checked": ("0.19",)}
-_LIGHTNING = {"since": "2.4", "last_checked": ("2.6",)}
-_TRL = {"since": "1.0", "last_checked": ("1.0", "1.16")}
+_transformers = partial(group, since="5.0", last_checked=("5.0", "5.24"))
+_peft = partial(group, since="0.18", last_checked=("0.18", "0.21"))
+_accelerate = partial(group, since="1.4", last_checked=("1.4", "1.15"))
+_bitsandbytes = partial(group, since="0.50", last_checked=("0.50",))
+_deepspeed = partial(group, since="0.19", last_checked=("0.19",))
+_lightning = partial(group, since="2.4", last_checked=("2.6",))
+_trl = partial(group, since="1.0", last_checked=("1.0", "1.16"))
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
-    *group(
+    *_transformers(
         "context parallelism leaves layers eager",
         "transformers.AttentionInterface.register",
         "transformers.PreTrainedConfig._attn_implementation_internal",
         "transformers.PreTrainedModel._supports_attention_backend",
-        **_TRANSFORMERS,
     ),
-    *group(
+    *_transformers(
         "`tunecompile.register` ends with an error",
         "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS",
         "transformers.integrations.moe.grouped_mm_experts_forward",
         "transformers.integrations.sdpa_attention.repeat_kv",
         "transformers.masking_utils.eager_mask",
         "transformers.masking_utils.sdpa_mask",
-        **_TRANSFORMERS,
     ),
-    *group(
+    *_transformers(
         "`verify` compares attention and experts by the name `tunecompile` with themselves",
         "transformers.PreTrainedConfig._experts_implementation_internal",
         "transformers.PreTrainedModel._supports_sdpa",
-        **_TRANSFORMERS,
     ),
-    *group(
+    *_transformers(
         "context parallelism ends with an error, and attention of towers is a loop over images",
         "transformers.integrations.sdpa_attention.sdpa_attention_forward",
-        **_TRANSFORMERS,
     ),
-    *group(
+    *_transformers(
         "transformers' gradient checkpointing recomputes around compiled layers, beside their own plan",
         "transformers.modeling_utils.PreTrainedModel._set_gradient_checkpointing._gradient_checkpointing_func",
-        **_TRANSFORMERS,
     ),
     *group(
         "diffusers' gradient checkpointing recomputes around compiled blocks, beside their own plan",
@@ -57,11 +54,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         since="0.36",
         last_checked=("0.42",),
     ),
-    *group(
-        "`merge_accumulation` leaves batches as they are",
-        "transformers.trainer.Trainer._train_batch_size",
-        **_TRANSFORMERS,
-    ),
+    *_transformers("`merge_accumulation` leaves batches as they are", "transformers.trainer.Trainer._train_batch_size"),
     *group(
         "attention of towers is a loop over images, with graph breaks",
         "transformers.utils.generic.is_flash_attention_requested",
@@ -96,26 +89,19 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         since="5.2",
         last_checked=("5.24",),
     ),
-    *group(
-        "a linear with DoRA has graph breaks",
-        "peft.utils.integrations.dequantize_module_weight.module",
-        **_PEFT,
-    ),
-    *group(
+    *_peft("a linear with DoRA has graph breaks", "peft.utils.integrations.dequantize_module_weight.module"),
+    *_peft(
         "a linear with DoRA has graph breaks, if it stores its weight transposed",
         "peft.utils.other.transpose.weight",
         "peft.utils.other.transpose.fan_in_fan_out",
-        **_PEFT,
     ),
-    *group(
+    *_peft(
         "layers are compiled once more after adapters were switched",
         "peft.tuners.tuners_utils.BaseTunerLayer._active_adapter",
-        **_PEFT,
     ),
-    *group(
+    *_peft(
         "layers with adapters over experts are compiled anew in every step, up to Dynamo's limit",
         "peft.tuners.lora.layer.ParamWrapper._activate_lora.register_parametrization",
-        **_PEFT,
     ),
     *group(
         "adapters over experts are not traced, and run eagerly",
@@ -123,79 +109,58 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         since="0.21",
         last_checked=("0.21",),
     ),
-    *group(
-        "adapters over experts are not traced, and run eagerly",
-        "transformers.PreTrainedConfig._experts_implementation",
-        **_TRANSFORMERS,
+    *_transformers(
+        "adapters over experts are not traced, and run eagerly", "transformers.PreTrainedConfig._experts_implementation"
     ),
-    *group(
+    *_accelerate(
         "layers that accelerate placed (`device_map`) have graph breaks",
         "accelerate.hooks.add_hook_to_module._hf_hook",
         "accelerate.hooks.add_hook_to_module._old_forward",
-        **_ACCELERATE,
     ),
-    *group(
+    *_accelerate(
         "layers that accelerate placed (`device_map`) run eagerly",
         *("execution_device", "offload"),
         under="accelerate.hooks.AlignDevicesHook",
-        **_ACCELERATE,
     ),
-    *group(
-        "layers that accelerate placed (`device_map`) run eagerly", "accelerate.hooks.ModelHook.no_grad", **_ACCELERATE
-    ),
-    *group(
+    *_accelerate("layers that accelerate placed (`device_map`) run eagerly", "accelerate.hooks.ModelHook.no_grad"),
+    *_accelerate(
         "`verify` computes its references under accelerate's autocast",
         "accelerate.Accelerator.prepare_model._original_forward",
-        **_ACCELERATE,
     ),
-    *group(
+    *_bitsandbytes(
         "4-bit linears are not fused",
         "bitsandbytes.nn.modules.Params4bit.quant_state",
         *(f"bitsandbytes.functional.QuantState.{name}" for name in ("quant_type", "blocksize", "nested", "state2")),
-        **_BITSANDBYTES,
     ),
-    *group(
+    *_bitsandbytes(
         "4-bit stacks of experts are dequantised by bitsandbytes' code, in a graph for each layer",
         "bitsandbytes.nn.parametrize.Bnb4bitParametrization.__init__.quant_state",
-        **_BITSANDBYTES,
     ),
-    *group(
-        "`quantize_experts` ends with an error",
-        "bitsandbytes.nn.parametrize.replace_parameter_4bit",
-        **_BITSANDBYTES,
-    ),
-    *group(
+    *_bitsandbytes("`quantize_experts` ends with an error", "bitsandbytes.nn.parametrize.replace_parameter_4bit"),
+    *_transformers(
         "`nf4_config` ends with an error",
         "transformers.integrations.bitsandbytes.Bnb4bitQuantize.convert",
         "transformers.quantizers.quantizer_bnb_4bit.Bnb4BitHfQuantizer.param_needs_quantization",
-        **_TRANSFORMERS,
     ),
-    *group(
+    *_bitsandbytes(
         "4-bit layers that FSDP2 shards have a graph break at each linear",
         "bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module",
-        **_BITSANDBYTES,
     ),
-    *group(
+    *_bitsandbytes(
         "on CPUs with AVX512-BF16 an evaluation packs 4-bit weights, and later steps have no gradient through them",
         "bitsandbytes.nn.modules.Linear4bit.support_avx512bf16_for_cpu",
         "bitsandbytes.nn.modules.Linear4bit.forward.packing_format_for_cpu",
-        **_BITSANDBYTES,
     ),
-    *group(
+    *_deepspeed(
         "layers whose weights ZeRO-3 gathers have a graph break at each module",
         "deepspeed.utils.z3_leaf_module.z3_leaf_module._z3_leaf",
         "deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param.ds_id",
         "deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param.ds_numel",
         "deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param.ds_shape",
-        **_DEEPSPEED,
     ),
-    *group(
-        "losses under a DeepSpeed engine are refused: it hooks the logits",
-        "deepspeed.runtime.utils",
-        **_DEEPSPEED,
-    ),
-    *group("linears under ZeRO-3 have a graph break", "deepspeed.runtime.zero.linear.zero3_linear_wrap", **_DEEPSPEED),
-    *group("batches that TRL's losses see keep their padding", "trl.trainer.utils", **_TRL),
+    *_deepspeed("losses under a DeepSpeed engine are refused: it hooks the logits", "deepspeed.runtime.utils"),
+    *_deepspeed("linears under ZeRO-3 have a graph break", "deepspeed.runtime.zero.linear.zero3_linear_wrap"),
+    *_trl("batches that TRL's losses see keep their padding", "trl.trainer.utils"),
     *group(
         "scores under TRL's fused head are TRL's own",
         "trl.trainer.utils._ChunkedLogProbFunction",
@@ -208,10 +173,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         since="1.16",
         last_checked=("1.16",),
     ),
-    *group(
+    *_accelerate(
         "scores under TRL's fused head are TRL's own in mixed precision without adapters",
         "accelerate.utils.operations.ConvertOutputsToFp32.model_forward",
-        **_ACCELERATE,
     ),
-    *group("Fabric's models compute their logits", "lightning.fabric.wrappers._backward_hook", **_LIGHTNING),
+    *_lightning("Fabric's models compute their logits", "lightning.fabric.wrappers._backward_hook"),
 )
