@@ -12,13 +12,6 @@ from rich.console import Console
 from tunecompile.errors import BadOption, TunecompileError, need
 
 
-def one_of(option: str, value: str, *known: str) -> str:
-    """The value, if it is known. Raises `BadOption`."""
-    if value not in known:
-        raise BadOption(option=option, value=value, reason=f"choose from {', '.join(known)}")
-    return value
-
-
 def pick_mode(qlora: bool, lora: bool, full: bool) -> str:
     """qlora, lora or full, by the flags; qlora without any. Raises `BadOption` for several."""
     chosen = [name for name, given in (("qlora", qlora), ("lora", lora), ("full", full)) if given]
@@ -31,7 +24,6 @@ def pick_mode(qlora: bool, lora: bool, full: bool) -> str:
 
 def pick_device(device: str) -> str:
     """The device, cpu or cuda. Raises `BadOption`."""
-    one_of("--device", device, "auto", "cpu", "cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise BadOption(option="--device", value=device, reason="torch sees no CUDA device here; use --device cpu")
     if device == "auto":
@@ -40,8 +32,7 @@ def pick_device(device: str) -> str:
 
 
 def pick_dtype(dtype: str, device: str) -> str:
-    """The dtype, float32 or bfloat16. Raises `BadOption`."""
-    one_of("--dtype", dtype, "auto", "float32", "bfloat16")
+    """The dtype, float32 or bfloat16."""
     if dtype == "auto":
         return "bfloat16" if device == "cuda" else "float32"
     return dtype

@@ -111,8 +111,8 @@ def test_mistakes(trained, tmp_path):
         ((base, tmp_path / "out"), "has no adapter_config.json"),
         ((adapter, base), "give a new folder"),
         ((adapter, tmp_path / "out", "--base", tmp_path / "absent"), "cannot be loaded"),
-        ((adapter, tmp_path / "out", "--dtype", "int3"), "choose from bfloat16"),
-        ((adapter, tmp_path / "out", "--trained-on", "nf3"), "choose from plain, nf4"),
+        ((adapter, tmp_path / "out", "--dtype", "int3"), "'int3' is not one of"),
+        ((adapter, tmp_path / "out", "--trained-on", "nf3"), "'nf3' is not one of"),
     ]:
         result = merge(*options)
         assert result.exit_code == 2 and says in " ".join(result.output.split()), result.output

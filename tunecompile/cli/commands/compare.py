@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,19 +16,12 @@ from tunecompile.cli.compare.demo import run_demo
 from tunecompile.cli.compare.processes import Listener
 from tunecompile.cli.compare.request import Comparison
 from tunecompile.cli.compare.run import run_comparison
-from tunecompile.cli.compare.spec import PARALLEL, Job, parse_shape, resolve_systems
+from tunecompile.cli.compare.spec import Job, parse_shape, resolve_systems
 from tunecompile.cli.compare.user_config import read_config
-from tunecompile.cli.options import exit_code, need_packages, one_of, pick_device, pick_dtype, pick_mode
+from tunecompile.cli.options import exit_code, need_packages, pick_device, pick_dtype, pick_mode
 from tunecompile.errors import BadOption
 
 MODES = {"qlora", "lora", "full"}  #: flags of which one holds
-CHOICES = {  #: values of options
-    "trainer": ("sft", "loop"),
-    "loss": ("sft", "dpo"),
-    "batching": ("padded", "packed"),
-    "too_long": ("error", "drop"),
-    "parallel": PARALLEL,
-}
 
 
 def compare(
@@ -73,8 +66,6 @@ def compare(
             return compare(**with_config(config, context, given))
         if model is None:
             return repeat(against, out, context)
-        for name, known in CHOICES.items():
-            one_of("--" + name.replace("_", "-"), given[name], *known)
         fields = {name: given[name] for name in given if name in Job.__dataclass_fields__} | (context.obj or {})
         fields |= {"device": pick_device(device), "dtype": pick_dtype(dtype, pick_device(device))}
         fields |= {"data": str(data) if data else None, "checkpointing": gradient_checkpointing}
@@ -100,7 +91,7 @@ def demo(
     ],
     systems: types.Systems = "eager,tunecompile",
     steps: Annotated[int, typer.Option(min=4)] = 16,
-    trainer: Annotated[str, typer.Option(help="sft or loop.")] = "sft",
+    trainer: Annotated[Literal["sft", "loop"], typer.Option(help="TRL's, or a plain PyTorch loop.")] = "sft",
     out: types.Out = Path("reports/demo"),
 ) -> None:
     """Download a small real model, fine-tune it with and without tunecompile, and write a report."""
@@ -110,7 +101,7 @@ def demo(
             str(data),
             resolve_systems(systems, False),
             steps,
-            one_of("--trainer", trainer, "sft", "loop"),
+            trainer,
             out,
             device := pick_device("auto"),
             pick_dtype("auto", device),

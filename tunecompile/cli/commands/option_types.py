@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
+
+from tunecompile.cli.compare.spec import Engine
 
 # options in panels of the help
 of_model, of_rows, of_training, of_judging, of_machines = (
@@ -46,8 +48,8 @@ CheckpointingFlag = Annotated[
         "--gradient-checkpointing", help="Recompute layers in the backward pass, in the systems that leave the choice."
     ),
 ]
-DtypeOption = Annotated[str, of_model(help="auto, float32 or bfloat16.")]
-DeviceOption = Annotated[str, of_model(help="auto, cpu or cuda.")]
+DtypeOption = Annotated[Literal["auto", "float32", "bfloat16"], of_model(help="Of computation.")]
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], of_model(help="auto: CUDA if there is a GPU.")]
 GpusOption = Annotated[
     int,
     of_model(
@@ -55,10 +57,7 @@ GpusOption = Annotated[
     ),
 ]
 ParallelOption = Annotated[
-    str,
-    of_model(
-        help="How several GPUs are used: ddp, fsdp2, zero3 (DeepSpeed), device_map, or alone (separate trainings)."
-    ),
+    Engine, of_model(help="How several GPUs are used. zero3: DeepSpeed; alone: separate trainings.")
 ]
 LayersOption = Annotated[Optional[int], of_model(min=1, help="Number of layers of a shape model.")]
 DataOption = Annotated[
@@ -70,23 +69,24 @@ DataOption = Annotated[
 BatchOption = Annotated[int, of_rows(min=1, help="Rows (or pairs) a step.")]
 LengthOption = Annotated[int, of_rows(min=2, help="Longest row, in tokens.")]
 BatchingOption = Annotated[
-    str,
+    Literal["padded", "packed"],
     of_rows(
         help="padded: the rows of a batch are padded to one length. packed: the same rows form one row without "
         "padding; each keeps its own positions and attention."
     ),
 ]
 PadToOption = Annotated[int, of_rows(min=1, help="Pad lengths to a multiple of this, in every system.")]
-TooLongOption = Annotated[str, of_rows(help="If a row is longer: error or drop.")]
+TooLongOption = Annotated[Literal["error", "drop"], of_rows(help="If a row is longer.")]
 ShapeOption = Annotated[str, of_rows(help="BATCHxLENGTH[,...] of random tokens, for a shape model without --data.")]
 HeldOutOption = Annotated[int, of_rows(min=0, help="Rows that are not trained on, for the held-out loss.")]
 StepsOption = Annotated[int, of_training(min=1, help="Optimizer steps; the first three are not timed.")]
 RateOption = Annotated[float, of_training(min=0, help="Learning rate, constant.")]
 TrainerOption = Annotated[
-    str, of_training(help="sft: TRL's SFTTrainer, or its DPOTrainer with --loss dpo. loop: a plain PyTorch loop.")
+    Literal["sft", "loop"],
+    of_training(help="sft: TRL's SFTTrainer, or its DPOTrainer with --loss dpo. loop: a plain PyTorch loop."),
 ]
 LossOption = Annotated[
-    str,
+    Literal["sft", "dpo"],
     of_training(
         help="sft: cross-entropy of the answers. dpo: pairs of answers; the reference is the model without adapter."
     ),

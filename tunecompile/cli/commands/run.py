@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 from rich.console import Console
 
-from tunecompile.cli.options import escape, exit_code, one_of
+from tunecompile.cli.options import escape, exit_code
 from tunecompile.errors import BadOption
 from tunecompile.trainers.door import RUN, SITE
 
@@ -34,7 +34,7 @@ def run(
     memory: Annotated[
         Optional[str], typer.Option(help="Of optimize(): bytes such as 20GiB, a fraction of the GPU's memory, or auto.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="full, fp8, int8 or 8bit.")] = "full",
+    precision: Annotated[Literal["full", "fp8", "int8", "8bit"], typer.Option(help="Of optimize().")] = "full",
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the gradients of the first step against fp32.")
     ] = False,
@@ -53,7 +53,7 @@ def run(
 
     def work() -> int:
         options: dict = {"memory": memory} if memory is not None else {}
-        if one_of("--precision", precision, "full", "fp8", "int8", "8bit") != "full":
+        if precision != "full":
             options["precision"] = precision
         if verify:
             options["verify"] = True

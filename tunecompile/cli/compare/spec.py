@@ -6,12 +6,13 @@ import dataclasses
 import importlib.util
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tunecompile.errors import BadShape, UnknownSystem
 
 REFERENCE = "reference"  # the high-precision run by which the others are judged; users cannot choose it
-PARALLEL = ("ddp", "fsdp2", "zero3", "device_map", "alone")  # engines for several GPUs; alone: separate trainings
+Engine = Literal["ddp", "fsdp2", "zero3", "device_map", "alone"]  # for several GPUs; alone: separate trainings
+PARALLEL = get_args(Engine)
 # packages of engines that need no extra one; the others are code of transformers
 DISTRIBUTIONS = {"compile": "torch", "compile-layers": "torch", "tunecompile": "tunecompile"}
 
