@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -11,20 +13,25 @@ from tunecompile.planner.device_memory import shown
 from tunecompile.planner.solver import describe_plan
 
 MODES = {"qlora": "QLoRA", "lora": "LoRA", "full": "all weights trained"}
-COLUMNS = (
-    "engine",
-    "rows a GPU",
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "peak",
-    "allowed",
-    "step, ms",
-    "sending, ms",
-    "waits",
-    "tokens/s",
-    "rows that fit",
+
+
+def _gib(name: str) -> tuple[str, Callable[[EnginePlan], str]]:
+    return name, lambda engine: f"{getattr(engine, name) / 2**30:.2f}"
+
+
+def _timed(name: str, read: Callable[[EnginePlan], str]) -> tuple[str, Callable[[EnginePlan], str]]:
+    return name, lambda engine: read(engine) if engine.fits else ""
+
+
+COLUMNS = (  # heading, how to read it off an engine
+    ("engine", lambda engine: f"{engine.engine} x {engine.gpus}" if engine.gpus > 1 else engine.engine),
+    ("rows a GPU", lambda engine: f"{engine.rows:,}"),
+    *map(_gib, ("weights", "gradients", "optimizer", "activations", "peak", "allowed")),
+    _timed("step, ms", lambda engine: f"{engine.step_ms:,.0f}"),
+    _timed("sending, ms", lambda engine: f"{engine.communication_ms:,.1f}"),
+    _timed("waits", lambda engine: f"{100 * engine.share:.1f} %"),
+    _timed("tokens/s", lambda engine: f"{engine.tokens_per_s:,.0f}"),
+    ("rows that fit", lambda engine: f"{engine.most_rows:,}"),
 )
 
 
@@ -42,10 +49,10 @@ def show(report: PlanReport, console: Console) -> None:
         highlight=False,
     )
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in COLUMNS:
+    for name, _ in COLUMNS:
         table.add_column(name, justify="left" if name == "engine" else "right", overflow="fold")
     for engine in report.engines:
-        table.add_row(*_cells(engine), style=None if engine.fits else "dim")
+        table.add_row(*(read(engine) for _, read in COLUMNS), style=None if engine.fits else "dim")
     console.print(table)
     for engine in report.engines:
         for line in _lines(engine):
@@ -54,37 +61,6 @@ def show(report: PlanReport, console: Console) -> None:
     console.print(f"{verdict}: {escape(report.reason)}", highlight=False, soft_wrap=True)
     for note in report.notes:
         console.print(f"  note: {escape(note)}", highlight=False, soft_wrap=True)
-
-
-def _cells(engine: EnginePlan) -> list[str]:
-    amounts = [
-        f"{nbytes / 2**30:.2f}"
-        for nbytes in (
-            engine.weights,
-            engine.gradients,
-            engine.optimizer,
-            engine.activations,
-            engine.peak,
-            engine.allowed,
-        )
-    ]
-    time = (
-        [
-            f"{engine.step_ms:,.0f}",
-            f"{engine.communication_ms:,.1f}",
-            f"{100 * engine.share:.1f} %",
-            f"{engine.tokens_per_s:,.0f}",
-        ]
-        if engine.fits
-        else [""] * 4
-    )
-    return [
-        f"{engine.engine} x {engine.gpus}" if engine.gpus > 1 else engine.engine,
-        f"{engine.rows:,}",
-        *amounts,
-        *time,
-        f"{engine.most_rows:,}",
-    ]
 
 
 def _lines(engine: EnginePlan) -> list[str]:
