@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from tunecompile.compiler.attention_calls import LOWEST, FoundAttention, Term, leave_out_weights, written_out_attention
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed
-from tunecompile.ir.rewrite import erase_dead, replace, where_from
+from tunecompile.ir.rewrite import erase_dead, replace
 
 __all__ = ["PASS"]
 
@@ -23,17 +23,12 @@ _FAMILY = "attention"
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount(_FAMILY)
+    tally = context.tally(_FAMILY)
     for node, found in written_out_attention(graph, context.weights_unread).items():
-        if reason := found if isinstance(found, str) else _rewrite(graph, node, found):
-            tally.refuse(f"{_FAMILY}: {reason}{where_from(node)}")
-            continue
-        assert isinstance(found, FoundAttention)
-        leave_out_weights(graph, found)
-        erase_dead(graph, [node, *found.inside])
-        tally.rewrote(f"{_FAMILY}{where_from(node)}")
-    if tally.found:
-        context.tallies.append(tally)
+        if tally.judge(found if isinstance(found, str) else _rewrite(graph, node, found), node):
+            assert isinstance(found, FoundAttention)
+            leave_out_weights(graph, found)
+            erase_dead(graph, [node, *found.inside])
 
 
 def _refuse(node: Node, found: FoundAttention) -> str | None:

@@ -23,10 +23,10 @@ from tunecompile.compiler.attention_calls import (
     unrepeated_pair,
     views_behind,
 )
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed
-from tunecompile.ir.rewrite import erase_dead, replace, where_from
+from tunecompile.ir.rewrite import erase_dead, replace
 from tunecompile.ops import causal_attention, one_query_attention
 
 __all__ = ["ONE_QUERY", "PASS"]
@@ -41,19 +41,12 @@ def run(graph: Graph, context: Context) -> None:
 
 def _one_query(graph: Graph, context: Context) -> None:
     _rewrite_calls(graph, context, _ONE, _has_one_query, _over_cache)
-    tally = MatchCount(_ONE)
+    tally = context.tally(_ONE)
     for node in list(graph.nodes):
         found = read_written_out(node, context.weights_unread)
-        if found is None or not _is_of_one(value(node)):
-            continue
-        if reason := _written_out(graph, node, found):
-            tally.refuse(f"{_ONE}: {reason}{where_from(node)}")
-            continue
-        leave_out_weights(graph, found)
-        erase_dead(graph, [node, *found.inside])
-        tally.rewrote(f"{_ONE}{where_from(node)}")
-    if tally.found:
-        context.tallies.append(tally)
+        if found is not None and _is_of_one(value(node)) and tally.judge(_written_out(graph, node, found), node):
+            leave_out_weights(graph, found)
+            erase_dead(graph, [node, *found.inside])
 
 
 def _rewrite_calls(
@@ -64,18 +57,13 @@ def _rewrite_calls(
     rewrite: Callable[[Graph, Node], str | None],
 ) -> None:
     """Rewrite calls of torch's attention that `takes` accepts. `rewrite` returns why one has to stay."""
-    tally = MatchCount(family)
+    tally = context.tally(family)
     for node in list(graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)):
         if not takes(node):
             continue
         call = attention_arguments(node)
-        if reason := rewrite(graph, node):
-            tally.refuse(f"{family}: {reason}{where_from(node)}")
-            continue
-        erase_dead(graph, [node, *views_behind(call.key), *views_behind(call.value)])
-        tally.rewrote(f"{family}{where_from(node)}")
-    if tally.found:
-        context.tallies.append(tally)
+        if tally.judge(rewrite(graph, node), node):
+            erase_dead(graph, [node, *views_behind(call.key), *views_behind(call.value)])
 
 
 def _in_blocks(graph: Graph, node: Node) -> str | None:

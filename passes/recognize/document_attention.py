@@ -19,11 +19,11 @@ from tunecompile.compiler.attention_calls import (
     unrepeated_pair,
     views_behind,
 )
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.compiler.token_wise.graph import is_tree, not_by_documents
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import DISTURBED, first_of, is_disturbed
-from tunecompile.ir.rewrite import erase_dead, replace, where_from
+from tunecompile.ir.rewrite import erase_dead, replace
 from tunecompile.ops import branch_attention, dropout_attention, varlen_attention
 
 __all__ = ["PASS"]
@@ -33,7 +33,7 @@ _SEEDS = 2**31 - 1
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount(_FAMILY)
+    tally = context.tally(_FAMILY)
     for node, found in attention_calls(graph, context.weights_unread).items():
         call, mask = found.arguments, document_mask_of(found.arguments.mask)
         assert mask is not None
@@ -41,15 +41,10 @@ def run(graph: Graph, context: Context) -> None:
             reason: Any = DISTURBED
         else:
             reason = not_by_documents(call.map(value), is_tree(mask)) or _rewrite(graph, node, call, mask)
-        if reason:
-            tally.refuse(f"{_FAMILY}: {reason}{where_from(node)}")
-            continue
-        leave_out_weights(graph, found)
-        views = (view for given in (call.mask, call.key, call.value) for view in views_behind(given))
-        erase_dead(graph, [node, *found.inside, *views])
-        tally.rewrote(f"{_FAMILY}{where_from(node)}")
-    if tally.found:
-        context.tallies.append(tally)
+        if tally.judge(reason, node):
+            leave_out_weights(graph, found)
+            views = (view for given in (call.mask, call.key, call.value) for view in views_behind(given))
+            erase_dead(graph, [node, *found.inside, *views])
 
 
 def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> str | None:

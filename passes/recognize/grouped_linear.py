@@ -6,7 +6,7 @@ from operator import add, getitem, mul, setitem
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import is_barrier, is_mutation
 from tunecompile.ir.rewrite import annotate
@@ -129,7 +129,7 @@ def _movable(node: Node, first: Node, order: dict[Node, int]) -> bool:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount("grouped_linear")
+    tally = context.tally("grouped_linear")
     for group in _siblings(graph):
         order = {node: i for i, node in enumerate(graph.nodes)}
         first = group[0]
@@ -141,7 +141,6 @@ def run(graph: Graph, context: Context) -> None:
         ys = tuple(_result(node) for node in group)
         _merge(graph, group, ys)
         tally.rewrote(anchors=len(group))
-    context.tallies.append(tally)
 
 
 def _merge(graph: Graph, group: list[Node], ys: tuple[Node, ...]) -> None:

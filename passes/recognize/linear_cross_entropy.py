@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from tunecompile._torch.modules import linear
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.logit_chain import CALLS, Chain, LossCall, Step, Unfit, read
 from tunecompile.ir.nodes import DISTURBED, is_disturbed
@@ -49,7 +49,7 @@ def _operands(node: Node) -> tuple:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount("linear_cross_entropy")
+    tally = context.tally("linear_cross_entropy")
     for node in [n for n in graph.nodes if n.target is F.cross_entropy]:
         try:
             reason = _rewrite(graph, node)
@@ -59,7 +59,6 @@ def run(graph: Graph, context: Context) -> None:
             tally.rewrote()
         else:
             tally.refuse(reason + where_from(node))
-    context.tallies.append(tally)
 
 
 def _rewrite(graph: Graph, node: Node) -> str | None:

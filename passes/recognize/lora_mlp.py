@@ -7,7 +7,7 @@ from operator import getitem
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import is_disturbed
 from tunecompile.ir.rewrite import annotate, erase_dead, where_from
@@ -82,7 +82,7 @@ def _mismatch(gate_up: Node, act: Node, down: Node) -> str | None:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount("lora_mlp")
+    tally = context.tally("lora_mlp")
     for down in list(graph.find_nodes(op="call_function", target=lora_linear.overload)):
         match = _match(down)
         if isinstance(match, str):
@@ -93,7 +93,6 @@ def run(graph: Graph, context: Context) -> None:
         ):
             _replace(graph, down, match)
             tally.rewrote()
-    context.tallies.append(tally)
 
 
 def _replace(graph: Graph, down: Node, args: tuple) -> None:

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from tunecompile._torch.autograd import set_grad_enabled
 from tunecompile._torch.modules import linear
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import drop_clones, dtype_of, value
 from tunecompile.ir.nodes import DISTURBED, is_barrier, is_disturbed
 from tunecompile.ir.op import Op, has_triton
@@ -104,7 +104,7 @@ def _build(
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount("nf4")
+    tally = context.tally("nf4")
     for node in graph.find_nodes(op="call_function", target=dequantize_4bit.overload):
         tally.rewrote(anchors=sum(user.target is linear for user in node.users))  # as it was traced
     drop_clones(graph)  # again: passes before this one may have removed the graph's mutations
@@ -131,12 +131,11 @@ def run(graph: Graph, context: Context) -> None:
             continue
         erase_dead(graph, [output, node, *node.users])
         tally.rewrote()
-    context.tallies.append(tally)
 
 
 def _of_adapters(graph: Graph, context: Context) -> None:
     """Adapted linears read packed weights where a template dequantises them: of one format, and without other users."""
-    tally = MatchCount("lora_nf4")
+    tally = context.tally("lora_nf4")
     for node in graph.find_nodes(op="call_function", target=lora_linear.overload):
         x, inputs, weights, *adapters, _ = node.args
         packed = [w for w in weights if w.target is dequantize_4bit.overload]
@@ -154,12 +153,11 @@ def _of_adapters(graph: Graph, context: Context) -> None:
             stored = packed_as(quant_type, blocksize)
             _replace(graph, node, lora_linear, (x, inputs, tensors, *adapters, stored), weights)
             tally.rewrote()
-    context.tallies.append(tally)
 
 
 def _of_few_rows(graph: Graph, context: Context) -> None:
     """Frozen 4-bit linears that no adapter has, in a step of a rollout: packed weights are read where they are."""
-    tally = MatchCount("linear_4bit")
+    tally = context.tally("linear_4bit")
     for node in list(graph.find_nodes(op="call_function", target=linear)):
         x, weight, bias = (*node.args, *node.kwargs.values(), None)[:3]
         if not isinstance(weight, Node) or weight.target is not dequantize_4bit.overload or value(node).requires_grad:
@@ -174,8 +172,6 @@ def _of_few_rows(graph: Graph, context: Context) -> None:
             continue
         _replace(graph, node, linear_4bit, (x, *tensors, bias, rows, blocksize, quant_type), [weight])
         tally.rewrote()
-    if tally.found:
-        context.tallies.append(tally)
 
 
 def _replace(graph: Graph, node: Node, op: Op, args: tuple, weights: list[Node]) -> None:

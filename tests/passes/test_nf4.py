@@ -2,7 +2,6 @@
 
 import operator
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,5 +144,5 @@ def test_clones_go_where_nothing_is_mutated_before_they_are_read(mutated, stays)
     total = graph.call_function(operator.add, (clone, y))
     mutate("behind")
     graph.output(total)
-    PASSES[0].run(graph, SimpleNamespace(tallies=[]))
+    PASSES[0].run(graph, Context("layer"))
     assert any(node.target == "clone" for node in graph.nodes) is stays

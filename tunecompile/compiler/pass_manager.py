@@ -17,7 +17,7 @@ from tunecompile.errors import InvalidPipeline
 from tunecompile.ir.canonicalize import name_of
 from tunecompile.ir.match import Match
 from tunecompile.ir.near_miss import near_misses
-from tunecompile.ir.rewrite import Rewrite, attempt
+from tunecompile.ir.rewrite import Rewrite, attempt, where_from
 from tunecompile.planner.solver import KEEP, Plan
 
 __all__ = ["STAGES", "Change", "Context", "MatchCount", "Pass", "Stage", "recognize", "run_stage", "validate"]
@@ -47,6 +47,17 @@ class MatchCount:
         self.found += anchors
         self.refused.append(reason)
 
+    def judge(self, reason: str | None, node: Node, rewrite: str = "") -> bool:
+        """Count one anchor, refused for a reason or rewritten without one, at a node's place; whether it is gone.
+
+        rewrite: its name; "": the family's.
+        """
+        if reason:
+            self.refuse(f"{self.family}: {reason}{where_from(node)}")
+        else:
+            self.rewrote(f"{rewrite or self.family}{where_from(node)}")
+        return not reason
+
 
 @dataclass(frozen=True)
 class Change:
@@ -66,7 +77,7 @@ class Context:
     plan: Plan = KEEP  #: what the layer recomputes
     precision: str | None = None  #: a lower precision that the user allows, such as "fp8"
     attention: tuple[str, ...] = ()  #: the order in which torch tries its attention kernels
-    tallies: list[MatchCount] = field(default_factory=list)  #: a recognize pass appends one
+    tallies: list[MatchCount] = field(default_factory=list)  #: of recognize passes
     notes: list[str] = field(default_factory=list)  #: for the report, a line each
     providers: Counter[str] = field(default_factory=Counter)  #: calls by "op: provider"
     reasons: dict[str, dict[str, None]] = field(default_factory=dict)  #: why each provider was chosen
@@ -97,6 +108,11 @@ class Context:
     def cached(self) -> bool:
         """Whether code may come from a cache, where no pass runs: not where all graphs are dumped."""
         return self.dump is None or self.dump.folder is None
+
+    def tally(self, family: str) -> MatchCount:
+        """A new count of a family in a graph."""
+        self.tallies.append(MatchCount(family))
+        return self.tallies[-1]
 
     def record(
         self, stage: Stage, graph: Graph, name: str | None = None, before: Counter[Any] | None = None
@@ -172,7 +188,8 @@ def recognize(
     """
 
     def run(graph: Graph, context: Context) -> None:
-        tally = MatchCount(family, found=len(anchors(graph)))
+        tally = context.tally(family)
+        tally.found = len(anchors(graph))
         refused: list[tuple[str, Match]] = []
         for rewrite in rewrites:
             places, more = attempt(rewrite, graph)
@@ -187,7 +204,6 @@ def recognize(
             tally.refused += missed.values()
             for node in left:
                 node.meta["missed"] = missed.get(node, f"no {family}, as a guard said")
-        context.tallies.append(tally)
 
     return Pass(family, "recognize", run, requires, frozenset({family}), rewrites=tuple(rewrites), anchors=anchors)
 

@@ -12,10 +12,10 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.nodes import DISTURBED, is_disturbed, is_mutation
-from tunecompile.ir.rewrite import erase_dead, where_from
+from tunecompile.ir.rewrite import erase_dead
 from tunecompile.ops import grouped_lora_linear
 from tunecompile.passes.recognize.experts.ids import asked, counted, source
 
@@ -72,7 +72,7 @@ def _refusal(product: Node, rows: Node, add: Node, biases: Node) -> str | None:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount("expert_biases")
+    tally = context.tally("expert_biases")
     for product in [node for node in graph.nodes if node.target is grouped_lora_linear.overload]:
         rows = next((user for user in product.users if user.target is operator.getitem and user.args[1] == 0), None)
         found = None if rows is None or product.args[_BIAS] is not None else _added(rows)
@@ -81,17 +81,11 @@ def run(graph: Graph, context: Context) -> None:
         add, biases = found
         if source(biases, operator.getitem) is None:
             continue
-        reason = _refusal(product, rows, add, biases)
-        if reason is not None:
-            tally.refuse(f"expert_biases: {reason}{where_from(add)}")
-            continue
-        tally.rewrote(f"biases of experts{where_from(add)}")
-        stack = biases.args[0]
-        product.update_arg(_BIAS, stack)
-        add.replace_all_uses_with(rows)
-        graph.erase_node(add)
-        erase_dead(graph, [biases])
-    context.tallies.append(tally)
+        if tally.judge(_refusal(product, rows, add, biases), add, "biases of experts"):
+            product.update_arg(_BIAS, biases.args[0])
+            add.replace_all_uses_with(rows)
+            graph.erase_node(add)
+            erase_dead(graph, [biases])
 
 
 PASS = Pass("expert_biases", "recognize", run, requires=frozenset({"experts"}), provides=frozenset({"expert_biases"}))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.nodes import is_disturbed, is_mutation
 from tunecompile.ir.rewrite import erase_dead, where_from
@@ -83,7 +83,7 @@ def _behind(product: Node, offsets: Node) -> Iterator[Node]:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount("expert_masks")
+    tally = context.tally("expert_masks")
     for product in [node for node in graph.nodes if node.target is grouped_lora_linear.overload]:
         offsets = product.args[2]
         for mask in [*filter(None, [_before(product, offsets)]), *_behind(product, offsets)]:
@@ -94,7 +94,6 @@ def run(graph: Graph, context: Context) -> None:
             compared = asked(mask, "mask")[0]
             graph.erase_node(mask)
             erase_dead(graph, [compared, *compared.all_input_nodes])
-    context.tallies.append(tally)
 
 
 PASS = Pass("expert_masks", "recognize", run, provides=frozenset({"expert_masks"}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import DISTURBED, is_disturbed
 from tunecompile.ir.rewrite import annotate, erase_dead
@@ -35,7 +35,7 @@ def _packed(stack: Node) -> tuple[list[Node], Node, list, int, str] | None:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount("packed_experts")
+    tally = context.tally("packed_experts")
     for node in list(graph.find_nodes(op="call_function", target=grouped_lora_linear.overload)):
         x, stack, offsets, a, b, scales, transposed, bias = node.args
         if not isinstance(stack, Node) or transposed or value(node)[0].requires_grad:
@@ -47,8 +47,7 @@ def run(graph: Graph, context: Context) -> None:
         adapters = [[value(each) for each in side] for side in (a, b)]
         if refuse_packed(*read, *adapters, None if bias is None else value(bias), rows, blocksize):
             continue
-        if is_disturbed(source, node):
-            tally.refuse(DISTURBED)
+        if not tally.judge(DISTURBED if is_disturbed(source, node) else None, node):
             continue
         with graph.inserting_before(node):
             arguments = (x, *tensors, offsets, a, b, scales, bias, rows, blocksize, quant_type)
@@ -58,9 +57,6 @@ def run(graph: Graph, context: Context) -> None:
         for user in y:
             user.replace_all_uses_with(new)
         erase_dead(graph, [*node.users, node, *chain])
-        tally.rewrote()
-    if tally.found:
-        context.tallies.append(tally)
 
 
 PASS = Pass(

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.nodes import is_disturbed, is_mutation
 from tunecompile.ir.op import OPS
-from tunecompile.ir.rewrite import annotate, erase_dead, replace, where_from
+from tunecompile.ir.rewrite import annotate, erase_dead, replace
 from tunecompile.ops import adapted_stack, grouped_lora_linear
 from tunecompile.passes.recognize.experts.ids import asked
 
@@ -131,12 +131,12 @@ def _build(x, stack, offsets, a, b, scales, transposed):
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount("experts")
+    tally = context.tally("experts")
     for node in list(graph.nodes):
         batched = _copies_a_matrix_a_row(node)
         if not batched and not _is_product(node):
             continue
-        operands = _operands(node)
+        operands, adapters = _operands(node), None
         reason = BATCHED if batched else _refusal(graph, operands)
         if reason is None:
             stack, adapters, transposed = _stack(operands["weight"])
@@ -150,16 +150,12 @@ def run(graph: Graph, context: Context) -> None:
                 "scales": [float(scale) for scale in scales],
                 "transposed": transposed,
             }
-            place = f"{'adapted' if adapters else 'plain'} experts{where_from(node)}"
             reason = replace(graph, (node,), _build, bound)
-            if reason is None:
-                tally.rewrote(place)
-                weight = operands["weight"]
-                erase_dead(graph, [node, weight, *weight.all_input_nodes] if weight.op != "placeholder" else [node])
-                continue
-        tally.refuse(f"experts: {reason}{where_from(node)}")
-        node.meta["missed"] = reason
-    context.tallies.append(tally)
+        if tally.judge(reason, node, f"{'adapted' if adapters else 'plain'} experts"):
+            weight = operands["weight"]
+            erase_dead(graph, [node, weight, *weight.all_input_nodes] if weight.op != "placeholder" else [node])
+        else:
+            node.meta["missed"] = reason
     for node in list(graph.nodes):
         if node.target is grouped_lora_linear.overload:
             _weigh_first(graph, node)

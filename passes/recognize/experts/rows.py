@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.nodes import is_disturbed, is_mutation
 from tunecompile.ir.rewrite import annotate, erase_dead, replace, where_from
@@ -115,7 +115,7 @@ def _places(graph: Graph, order: Node) -> Node:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount("expert_rows")
+    tally = context.tally("expert_rows")
     for order in list(_orders(graph)):
         if any(is_mutation(user) and user.args[0] is order for user in order.users):
             continue
@@ -132,7 +132,6 @@ def run(graph: Graph, context: Context) -> None:
             else:
                 tally.refuse(f"expert_rows: {reason}{where_from(read)}")
         _forget(graph, order, inverses, before)
-    context.tallies.append(tally)
 
 
 def _rewrite(graph: Graph, read: Node, order: Node, places: Node, share: int, forth: bool) -> str | None:

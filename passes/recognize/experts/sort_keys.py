@@ -11,7 +11,7 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import value
 from tunecompile.ir.nodes import between, is_mutation, written_value
 from tunecompile.ir.rewrite import build_before, erase_dead, where_from
@@ -48,7 +48,7 @@ def _ids_change(first: Node, last: Node) -> bool:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount("sort_keys")
+    tally = context.tally("sort_keys")
     for node in list(graph.nodes):
         ids = source(node, torch.sort, "sort", torch.argsort, "argsort")
         if ids is None or not is_ascending(node) or value(ids).dtype is not torch.int64:
@@ -59,7 +59,6 @@ def run(graph: Graph, context: Context) -> None:
                 tally.rewrote()
             else:
                 tally.refuse(f"sort_keys: more than values and order is read{where_from(node)}")
-    context.tallies.append(tally)
 
 
 def _narrow(graph: Graph, sort: Node, ids: Node) -> bool:

@@ -10,10 +10,10 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from tunecompile.compiler.pass_manager import Context, MatchCount, Pass
+from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.canonicalize import dtype_of, value
 from tunecompile.ir.nodes import DISTURBED, is_disturbed
-from tunecompile.ir.rewrite import erase_dead, replace, where_from
+from tunecompile.ir.rewrite import erase_dead, replace
 from tunecompile.ops import gated_activation, weighted_gate
 
 __all__ = ["PASS"]
@@ -41,7 +41,7 @@ def _rounded(product: Node, dtype: torch.dtype) -> Node | None:
 
 
 def run(graph: Graph, context: Context) -> None:
-    tally = MatchCount("weighted_gate")
+    tally = context.tally("weighted_gate")
     for gated in [node for node in graph.nodes if node.target is gated_activation.overload]:
         if (found := _weighted(gated)) is None:
             continue
@@ -55,12 +55,8 @@ def run(graph: Graph, context: Context) -> None:
             reason = DISTURBED
         else:
             reason = replace(graph, (last,), weighted_gate, bound)
-        if reason is None:
-            tally.rewrote(f"weighted gate{where_from(product)}")
+        if tally.judge(reason, product, "weighted gate"):
             erase_dead(graph, [node for node in (last, product, gated) if node is not None])
-        else:
-            tally.refuse(f"weighted_gate: {reason}{where_from(product)}")
-    context.tallies.append(tally)
 
 
 PASS = Pass("weighted_gate", "recognize", run, requires=frozenset({"swiglu"}), provides=frozenset({"weighted_gate"}))
