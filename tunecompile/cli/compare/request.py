@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,8 @@ class Comparison:
 def check_request(comparison: Comparison) -> None:
     """Raise a `UsageError` or `MissingExtra` for every mistake that can be found without training."""
     job = comparison.job
-    if job.steps <= WARMUP:
-        raise BadOption(
-            option="--steps",
-            value=job.steps,
-            reason=f"the first {WARMUP} steps are not timed, so take at least {WARMUP + 1}",
-        )
-    if job.loss == "dpo":
-        check_dpo(job)
-    check_gpus(job)
+    for option, value, reason in mistakes(job):
+        raise BadOption(option=option, value=value, reason=reason)
     need("the comparison", "hf", "transformers", "accelerate")
     if job.mode != "full":
         need(f"--{job.mode}", "hf", "peft")
@@ -85,39 +78,27 @@ def check_data(job: Job) -> None:
         data.split_rows(rows, models.load_tokenizer(job), job)
 
 
-def check_gpus(job: Job) -> None:
-    """Check that the machine has the GPUs, and that the loop can join them."""
+def mistakes(job: Job) -> Iterator[tuple[str, Any, str]]:
+    """Options that no training can have: option, value, and what to give instead."""
     import torch
 
+    if job.steps <= WARMUP:
+        yield "--steps", job.steps, f"the first {WARMUP} steps are not timed, so take at least {WARMUP + 1}"
+    if job.loss == "dpo" and job.mode == "full":
+        yield "--loss", job.loss, "its reference is the model without its adapter, so use --lora or --qlora"
+    if job.loss == "dpo" and job.batching == "packed":
+        yield "--loss", job.loss, "its pairs are padded, so omit --batching"
+    if job.loss == "dpo" and job.shapes:
+        needed = "it needs rows with prompt, chosen and rejected: give --data, and a model with a tokenizer"
+        yield "--loss", job.loss, needed
     there = torch.cuda.device_count() if job.device == "cuda" else os.cpu_count() or 1
     if job.gpus > there:
-        raise BadOption(
-            option="--gpus", value=job.gpus, reason=f"this machine has {there}" + " cores" * (job.device != "cuda")
-        )
+        yield "--gpus", job.gpus, f"this machine has {there}" + " cores" * (job.device != "cuda")
     if job.gpus == 1:
         return
     if job.trainer == "sft" and job.parallel not in ("ddp", "device_map"):
-        raise BadOption(
-            option="--parallel",
-            value=job.parallel,
-            reason="trainers take their engine from accelerate's config, so use --trainer loop",
-        )
+        yield "--parallel", job.parallel, "trainers take their engine from accelerate's config, so use --trainer loop"
     if job.parallel == "zero3" and importlib.util.find_spec("deepspeed") is None:
-        raise BadOption(
-            option="--parallel", value=job.parallel, reason="DeepSpeed is not installed: pip install deepspeed"
-        )
+        yield "--parallel", job.parallel, "DeepSpeed is not installed: pip install deepspeed"
     if job.parallel == "zero3" and len(job.shapes) > 1:
-        raise BadOption(
-            option="--shape", value=",".join(job.shapes), reason="DeepSpeed takes a model once, so give one shape"
-        )
-
-
-def check_dpo(job: Job) -> None:
-    """Check that the other options suit the loss of DPO."""
-    for wrong, reason in (
-        (job.mode == "full", "its reference is the model without its adapter, so use --lora or --qlora"),
-        (job.batching == "packed", "its pairs are padded, so omit --batching"),
-        (bool(job.shapes), "it needs rows with prompt, chosen and rejected: give --data, and a model with a tokenizer"),
-    ):
-        if wrong:
-            raise BadOption(option="--loss", value=job.loss, reason=reason)
+        yield "--shape", ",".join(job.shapes), "DeepSpeed takes a model once, so give one shape"
