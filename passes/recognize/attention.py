@@ -116,4 +116,4 @@ def _joined(
     return total.to(dtype) if fits else total.clamp(min=least).to(dtype)
 
 
-PASS = Pass(_FAMILY, "recognize", run, provides=frozenset({_FAMILY}))
+PASS = Pass(_FAMILY, "recognize", run)

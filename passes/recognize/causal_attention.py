@@ -138,5 +138,5 @@ def _by_one_query(graph: Graph, node: Node, call: AttentionArguments, inside: se
     return replace(graph, (node,), over_cache, bound)
 
 
-PASS = Pass(_FAMILY, "recognize", run, provides=frozenset({_FAMILY}))
-ONE_QUERY = Pass(_ONE, "recognize", _one_query, provides=frozenset({_ONE}))
+PASS = Pass(_FAMILY, "recognize", run)
+ONE_QUERY = Pass(_ONE, "recognize", _one_query)

@@ -79,4 +79,4 @@ def _rewrite(graph: Graph, node: Node, call: AttentionArguments, mask: Node) -> 
     return replace(graph, (node,), by_documents, bound)
 
 
-PASS = Pass(_FAMILY, "recognize", run, provides=frozenset({_FAMILY}))
+PASS = Pass(_FAMILY, "recognize", run)

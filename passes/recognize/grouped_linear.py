@@ -162,4 +162,4 @@ def _merge(graph: Graph, group: list[Node], ys: tuple[Node, ...]) -> None:
         graph.erase_node(node)
 
 
-PASS = Pass("grouped_linear", "recognize", run, requires=frozenset({"lora"}), provides=frozenset({"grouped_linear"}))
+PASS = Pass("grouped_linear", "recognize", run, requires=frozenset({"lora"}))

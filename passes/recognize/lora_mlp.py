@@ -113,4 +113,4 @@ def _replace(graph: Graph, down: Node, args: tuple) -> None:
     erase_dead(graph, dead)
 
 
-PASS = Pass("lora_mlp", "recognize", run, requires=frozenset({"lora_nf4", "swiglu"}), provides=frozenset({"lora_mlp"}))
+PASS = Pass("lora_mlp", "recognize", run, requires=frozenset({"lora_nf4", "swiglu"}))

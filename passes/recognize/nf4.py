@@ -183,14 +183,6 @@ def _replace(graph: Graph, node: Node, op: Op, args: tuple, weights: list[Node])
     erase_dead(graph, [node, *weights])
 
 
-LORA = Pass(
-    "lora_nf4",
-    "recognize",
-    _of_adapters,
-    requires=frozenset({"grouped_linear", "nf4"}),
-    provides=frozenset({"lora_nf4"}),
-)
-FEW_ROWS = Pass(
-    "linear_4bit", "recognize", _of_few_rows, requires=frozenset({"nf4"}), provides=frozenset({"linear_4bit"})
-)
-PASS = Pass("nf4", "recognize", run, provides=frozenset({"nf4"}))
+LORA = Pass("lora_nf4", "recognize", _of_adapters, requires=frozenset({"grouped_linear", "nf4"}))
+FEW_ROWS = Pass("linear_4bit", "recognize", _of_few_rows, requires=frozenset({"nf4"}))
+PASS = Pass("nf4", "recognize", run)

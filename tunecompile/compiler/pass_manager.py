@@ -177,7 +177,7 @@ def recognize(
     """A pass that tries rewrites.
 
     Args:
-        family: the pass's name, which it provides.
+        family: the pass's name.
         rewrites: in the order in which they are tried, widest first: a narrow one would take a wide one's anchor.
         anchors: lists the nodes of a graph that only this family's subgraphs have. Those left over are reported, each
             with the expected and the actual node, and the user's own source line.
@@ -205,7 +205,7 @@ def recognize(
             for node in left:
                 node.meta["missed"] = missed.get(node, f"no {family}, as a guard said")
 
-    return Pass(family, "recognize", run, requires, frozenset({family}), rewrites=tuple(rewrites), anchors=anchors)
+    return Pass(family, "recognize", run, requires, rewrites=tuple(rewrites), anchors=anchors)
 
 
 def validate(passes: Sequence[Pass]) -> tuple[Pass, ...]:

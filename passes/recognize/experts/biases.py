@@ -88,4 +88,4 @@ def run(graph: Graph, context: Context) -> None:
             erase_dead(graph, [biases])
 
 
-PASS = Pass("expert_biases", "recognize", run, requires=frozenset({"experts"}), provides=frozenset({"expert_biases"}))
+PASS = Pass("expert_biases", "recognize", run, requires=frozenset({"experts"}))

@@ -96,4 +96,4 @@ def run(graph: Graph, context: Context) -> None:
             erase_dead(graph, [compared, *compared.all_input_nodes])
 
 
-PASS = Pass("expert_masks", "recognize", run, provides=frozenset({"expert_masks"}))
+PASS = Pass("expert_masks", "recognize", run)

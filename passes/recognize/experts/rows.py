@@ -179,4 +179,4 @@ def _forget(graph: Graph, order: Node, inverses: list[Node], before: set[Node]) 
             graph.erase_node(user)
 
 
-PASS = Pass("expert_rows", "recognize", run, provides=frozenset({"expert_rows"}))
+PASS = Pass("expert_rows", "recognize", run)

@@ -86,4 +86,4 @@ def _narrow(graph: Graph, sort: Node, ids: Node) -> bool:
     return True
 
 
-PASS = Pass("sort_keys", "recognize", run, provides=frozenset({"sort_keys"}))
+PASS = Pass("sort_keys", "recognize", run)

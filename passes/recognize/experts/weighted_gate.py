@@ -59,4 +59,4 @@ def run(graph: Graph, context: Context) -> None:
             erase_dead(graph, [node for node in (last, product, gated) if node is not None])
 
 
-PASS = Pass("weighted_gate", "recognize", run, requires=frozenset({"swiglu"}), provides=frozenset({"weighted_gate"}))
+PASS = Pass("weighted_gate", "recognize", run, requires=frozenset({"swiglu"}))
