@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 from tests.support.batches import padded
 
 transformers = pytest.importorskip("transformers")
-ACTS = {}  #: by what is changed
-
-
-def act(function):
-    ACTS[function.__name__.replace("_", " ")] = function
-    return function
+LLAMA = transformers.models.llama.modeling_llama
+TABLE = type(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)
+ROTATE, MASK, SDPA, MLP, SILU = (
+    *(LLAMA.apply_rotary_pos_emb, LLAMA.create_causal_mask, TABLE._global_mapping["sdpa"]),
+    *(LLAMA.LlamaMLP.forward, F.silu),
+)
 
 
 @contextlib.contextmanager
@@ -36,308 +37,154 @@ def attribute(holder, name, value):
 
 
 @contextlib.contextmanager
-def removed(handle):
+def until(undo: Callable, *args):
     try:
         yield
     finally:
-        handle.remove()
+        undo(*args)
 
 
-# -- functions that are looked up -----------------------------------------------------------------------------------------
+def world(make: Callable) -> Callable:
+    """An act that changes no model."""
+    return lambda models: make()
 
 
-@act
-def a_function_of_the_models_file(models):
-    code = transformers.models.llama.modeling_llama
-    rotate = code.apply_rotary_pos_emb
-    return attribute(code, "apply_rotary_pos_emb", lambda q, k, cos, sin, *a, **o: rotate(q, k, cos, -sin, *a, **o))
+def each(change: Callable) -> Callable:
+    """An act that changes each model by itself."""
+
+    def act(models):
+        for model in models:
+            change(model)
+
+    return act
 
 
-@act
-def the_mask_function(models):
-    code = transformers.models.llama.modeling_llama
-    mask = code.create_causal_mask
-    return attribute(
-        code, "create_causal_mask", lambda *a, **o: mask(*a, **{**o, "and_mask_function": lambda b, h, q, k: q - k < 3})
-    )
+def layer(change: Callable, place: int = 0) -> Callable:
+    """An act that changes one layer of each model."""
+    return each(lambda m: change(m.model.layers[place]))
 
 
-@act
-def attention_in_the_table(models):
-    table = type(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)
-    stock = table._global_mapping["sdpa"]
-
-    def sharper(module, query, key, value, mask, scaling=None, **kwargs):
-        return stock(module, query, key, value, mask, scaling=scaling * 2, **kwargs)
-
-    return attribute(table, "_global_mapping", {**table._global_mapping, "sdpa": sharper})
+def sharper(module, query, key, value, mask, scaling=None, **kwargs):
+    return SDPA(module, query, key, value, mask, scaling=scaling * 2, **kwargs)
 
 
-@act
-def the_forward_of_a_class(models):
-    kind = type(models[0].model.layers[0].mlp)
-    forward = kind.forward
-    return attribute(kind, "forward", lambda self, x: forward(self, x) * 2)
-
-
-@act
-def the_forward_of_an_instance(models):
+def forwards_of_instances(models):
     stack = contextlib.ExitStack()
     for m in models:
         mlp = m.model.layers[1].mlp
-        mlp.forward = lambda x, mlp=mlp: type(mlp).forward(mlp, x) * 0.5
+        mlp.forward = lambda x, mlp=mlp: MLP(mlp, x) * 0.5
         stack.callback(vars(mlp).pop, "forward")
     return stack
 
 
-@act
-def an_activation(models):
-    for m in models:
-        m.model.layers[0].mlp.act_fn = nn.GELU()
+def a_layer_fewer(m):
+    del m.model.layers[0]
+    m.model.layers[0].self_attn.layer_idx = 0
+    m.config.num_hidden_layers = 1
 
 
-# -- modules and hooks ----------------------------------------------------------------------------------------------------
-
-
-@act
-def a_hook_that_changes_a_result(models):
-    for m in models:
-        m.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 1.5)
-
-
-@act
-def a_module_in_a_layer(models):
-    for m in models:
-        m.model.layers[1].mlp = nn.Sequential(m.model.layers[1].mlp, nn.Tanh())
-
-
-@act
-def the_order_of_layers(models):
-    for m in models:
-        m.model.layers = nn.ModuleList(reversed(m.model.layers))
-
-
-@act
-def a_layer_fewer(models):
-    for m in models:
-        del m.model.layers[0]
-        m.model.layers[0].self_attn.layer_idx = 0
-        m.config.num_hidden_layers = 1
-
-
-@act
-def a_copied_layer(models):
-    for m in models:
-        m.model.layers[1] = copy.deepcopy(m.model.layers[1])
-
-
-@act
-def the_head(models):
+def another_head(models):
     torch.manual_seed(7)
     head = nn.Linear(64, 256, bias=True)
     for m in models:
         m.set_output_embeddings(copy.deepcopy(head))
 
 
-@act
-def the_final_norm(models):
-    for m in models:
-        m.model.norm = nn.Identity()
+class Half(nn.Module):
+    def forward(self, weight):
+        return weight * 0.5
 
 
-@act
-def a_hook_of_all_modules(models):
-    def louder(module, args, output):
-        return output * 1.5 if isinstance(module, nn.Linear) else None
-
-    return removed(torch.nn.modules.module.register_module_forward_hook(louder))
+def copied(layers):
+    layers[1] = copy.deepcopy(layers[1])
 
 
-@act
-def a_hook_on_a_modules_gradient(models):
-    for m in models:
-        m.model.layers[0].mlp.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+def flip(weight):
+    weight.data = weight.data.flip(0).contiguous()
 
 
-@act
-def a_hook_on_a_weights_gradient(models):
-    for m in models:
-        m.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient * 2)
+def louder(module, args, output):
+    return output * 1.5 if isinstance(module, nn.Linear) else None
 
 
-@act
-def a_parametrised_weight(models):
-    class Half(nn.Module):
-        def forward(self, weight):
-            return weight * 0.5
-
-    for m in models:
-        torch.nn.utils.parametrize.register_parametrization(m.model.layers[0].self_attn.q_proj, "weight", Half())
-
-
-@act
-def a_pruned_weight(models):
-    for m in models:
-        prune.l1_unstructured(m.model.layers[1].mlp.down_proj, "weight", 0.5)
-
-
-# -- numbers, flags and weights -------------------------------------------------------------------------------------------
-
-
-@act
-def a_number_of_a_module(models):
-    for m in models:
-        for layer in m.model.layers:
-            layer.self_attn.scaling *= 2
-
-
-@act
-def an_epsilon(models):
-    for m in models:
-        m.model.layers[0].input_layernorm.variance_epsilon = 0.1
-
-
-@act
-def weights_in_place(models):
-    with torch.no_grad():
-        for m in models:
-            m.model.layers[0].mlp.up_proj.weight.mul_(2)
-
-
-@act
-def a_weight_by_another(models):
-    for m in models:
-        weight = m.model.layers[0].mlp.up_proj.weight
-        m.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight.detach() * 2)
-
-
-@act
-def the_data_of_a_weight(models):
-    for m in models:
-        weight = m.model.layers[0].self_attn.q_proj.weight
-        weight.data = weight.data.flip(0).contiguous()
-
-
-@act
-def a_frozen_layer(models):
-    for m in models:
-        m.model.layers[0].requires_grad_(False)
-
-
-@act
-def frozen_embeddings(models):
-    for m in models:
-        m.model.embed_tokens.requires_grad_(False)
-
-
-@act
-def another_dtype(models):
-    for m in models:
-        m.double()
-
-
-@act
-def frequencies_in_a_buffer(models):
-    for m in models:
-        m.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-@act
-def a_buffer_by_another(models):
-    for m in models:
-        m.model.rotary_emb.inv_freq = m.model.rotary_emb.inv_freq * 0.5
-
-
-@act
-def one_weight_for_two_layers(models):
-    for m in models:
-        m.model.layers[1].mlp.up_proj.weight = m.model.layers[0].mlp.up_proj.weight
-
-
-# -- the world ------------------------------------------------------------------------------------------------------------
-
-
-@act
-def deterministic_algorithms(models):
-    torch.use_deterministic_algorithms(True)
-    stack = contextlib.ExitStack()
-    stack.callback(torch.use_deterministic_algorithms, False)
-    return stack
-
-
-@act
-def a_function_of_torch(models):
-    silu = F.silu
-    return attribute(F, "silu", lambda x, inplace=False: silu(x) * 0.5)
-
-
-@act
-def the_cache_setting(models):
-    for m in models:
-        m.config.use_cache = False
-
-
-@act
-def checkpointing(models):
-    for m in models:
-        m.gradient_checkpointing_enable()
-
-
-@act
-def the_attention_implementation(models):
-    for m in models:
-        m.set_attn_implementation("eager")
-
-
-@act
-def hidden_states_are_returned(models):
-    for m in models:
-        m.config.output_hidden_states = True
-
-
-@act
-def the_default_dtype(models):
-    torch.set_default_dtype(torch.float64)
-    stack = contextlib.ExitStack()
-    stack.callback(torch.set_default_dtype, torch.float32)
-    return stack
-
-
-@act
-def the_default_device(models):
-    torch.set_default_device("cpu")
-    stack = contextlib.ExitStack()
-    stack.callback(torch.set_default_device, None)
-    return stack
-
-
-@act
-def the_backend_of_attention(models):
-    return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-
-
-@act
-def a_mode_that_sees_all_operations(models):
-    return torch.utils.flop_counter.FlopCounterMode(display=False)
-
-
-@act
-def a_search_for_anomalies(models):
-    return torch.autograd.set_detect_anomaly(True)
-
-
-@act
-def a_forward_without_gradients(models):
+def without_gradients(models):
     for no_gradients in (torch.no_grad, torch.inference_mode):
         with no_gradients():
             logits = [m(**padded(seed=3)).logits for m in models]
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
 
 
-#: rows that change no number
+def switched(switch: Callable, on: object, off: object) -> Callable:
+    return lambda models: (switch(on), until(switch, off))[1]
+
+
+#: acts by what is changed: functions that are looked up, modules and hooks, numbers, flags and weights
+ACTS = {
+    "a function of the models file": world(
+        lambda: attribute(
+            LLAMA, "apply_rotary_pos_emb", lambda q, k, cos, sin, *a, **o: ROTATE(q, k, cos, -sin, *a, **o)
+        )
+    ),
+    "the mask function": world(
+        lambda: attribute(
+            LLAMA,
+            "create_causal_mask",
+            lambda *a, **o: MASK(*a, **o | {"and_mask_function": lambda b, h, q, k: q - k < 3}),
+        )
+    ),
+    "attention in the table": world(
+        lambda: attribute(TABLE, "_global_mapping", {**TABLE._global_mapping, "sdpa": sharper})
+    ),
+    "the forward of a class": world(lambda: attribute(LLAMA.LlamaMLP, "forward", lambda self, x: MLP(self, x) * 2)),
+    "the forward of an instance": forwards_of_instances,
+    "an activation": layer(lambda of: setattr(of.mlp, "act_fn", nn.GELU())),
+    "a hook that changes a result": layer(lambda of: of.mlp.register_forward_hook(lambda mod, args, out: out * 1.5)),
+    "a module in a layer": layer(lambda of: setattr(of, "mlp", nn.Sequential(of.mlp, nn.Tanh())), 1),
+    "the order of layers": each(lambda m: setattr(m.model, "layers", nn.ModuleList(reversed(m.model.layers)))),
+    "a layer fewer": each(a_layer_fewer),
+    "a copied layer": each(lambda m: copied(m.model.layers)),
+    "the head": another_head,
+    "the final norm": each(lambda m: setattr(m.model, "norm", nn.Identity())),
+    "a hook of all modules": world(lambda: until(nn.modules.module.register_module_forward_hook(louder).remove)),
+    "a hook on a modules gradient": layer(
+        lambda of: of.mlp.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+    ),
+    "a hook on a weights gradient": layer(
+        lambda of: of.mlp.up_proj.weight.register_hook(lambda gradient: gradient * 2)
+    ),
+    "a parametrised weight": layer(
+        lambda of: parametrize.register_parametrization(of.self_attn.q_proj, "weight", Half())
+    ),
+    "a pruned weight": layer(lambda of: prune.l1_unstructured(of.mlp.down_proj, "weight", 0.5), 1),
+    "a number of a module": layer(lambda of: setattr(of.self_attn, "scaling", of.self_attn.scaling * 2)),
+    "an epsilon": layer(lambda of: setattr(of.input_layernorm, "variance_epsilon", 0.1)),
+    "weights in place": layer(torch.no_grad()(lambda of: of.mlp.up_proj.weight.mul_(2))),
+    "a weight by another": layer(
+        lambda of: setattr(of.mlp.up_proj, "weight", nn.Parameter(of.mlp.up_proj.weight.detach() * 2))
+    ),
+    "the data of a weight": layer(lambda of: flip(of.self_attn.q_proj.weight)),
+    "a frozen layer": layer(lambda of: of.requires_grad_(False)),
+    "frozen embeddings": each(lambda m: m.model.embed_tokens.requires_grad_(False)),
+    "another dtype": each(lambda m: m.double()),
+    "frequencies in a buffer": each(lambda m: m.model.rotary_emb.inv_freq.mul_(0.5)),
+    "a buffer by another": each(lambda m: setattr(m.model.rotary_emb, "inv_freq", m.model.rotary_emb.inv_freq * 0.5)),
+    "one weight for two layers": each(
+        lambda m: setattr(m.model.layers[1].mlp.up_proj, "weight", m.model.layers[0].mlp.up_proj.weight)
+    ),
+    "a function of torch": world(lambda: attribute(F, "silu", lambda x, inplace=False: SILU(x) * 0.5)),
+}
+#: those that change no number
 SAME = {
-    *("deterministic algorithms", "the cache setting", "checkpointing", "another dtype", "a copied layer"),
-    *("the attention implementation", "hidden states are returned", "the default dtype", "the default device"),
-    *("the backend of attention", "a mode that sees all operations", "a search for anomalies"),
-    "a forward without gradients",
+    "deterministic algorithms": switched(torch.use_deterministic_algorithms, True, False),
+    "the cache setting": each(lambda m: setattr(m.config, "use_cache", False)),
+    "checkpointing": each(lambda m: m.gradient_checkpointing_enable()),
+    "the attention implementation": each(lambda m: m.set_attn_implementation("eager")),
+    "hidden states are returned": each(lambda m: setattr(m.config, "output_hidden_states", True)),
+    "the default dtype": switched(torch.set_default_dtype, torch.float64, torch.float32),
+    "the default device": switched(torch.set_default_device, "cpu", None),
+    "the backend of attention": world(lambda: nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH)),
+    "a mode that sees all operations": world(lambda: torch.utils.flop_counter.FlopCounterMode(display=False)),
+    "a search for anomalies": world(lambda: torch.autograd.set_detect_anomaly(True)),
+    "a forward without gradients": without_gradients,
+    **{name: ACTS.pop(name) for name in ("another dtype", "a copied layer")},
 }
