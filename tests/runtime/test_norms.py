@@ -1,13 +1,19 @@
 """The norm behind the last layer, which eager code computes in fp32: of a long batch it is compiled as well."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.models.pairs import attending, of_plain_layers, pair
 from tunecompile.runtime.layers import norm_slot
+from tunecompile.runtime.layers.norm_slot import NormSlot
+from tunecompile.runtime.step.mode import Mode
+from tunecompile.runtime.step.state import Step
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -82,3 +88,31 @@ def test_a_policy_is_scored_by_the_code_that_trains_it(monkeypatch):
     new = model(**inputs).logits
     new.sum().backward()
     assert torch.equal(old, new) and compiled(model)[0].compiles == 1
+
+
+def test_a_norm_reads_the_row_of_its_one_argument():
+    """What else it is given, or by name, is as it comes: nothing says what it is for."""
+    unpadded = SimpleNamespace(row_of=lambda tensor: ("flat", tensor))
+    slot, x = SimpleNamespace(before=(unpadded, None), layer=nn.Identity(), step=Step()), torch.ones(2)
+    assert NormSlot._row(slot, (x,), {}) == ("flat", x)
+    for args, kwargs in (((x, x), {}), ((), {"hidden_states": x}), ((x,), {"gate": x}), ((), {})):
+        assert NormSlot._row(slot, args, kwargs) is None
+    slot.before = None
+    assert NormSlot._row(slot, (x,), {}) is None
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"active": False}, {"grad": False}, {"tokens": 5}, {"refused": True}, {"compiling": True}], ids=str
+)
+def test_a_norm_is_compiled_for_many_tokens_of_a_step(options, monkeypatch):
+    """Anywhere else it is the module's own code, whose rounding others know."""
+    told = {"active": True, "grad": True, "tokens": 6, "refused": False, "compiling": False, **options}
+    monkeypatch.setattr(norm_slot, "LARGE", 24)
+    monkeypatch.setattr(norm_slot, "is_compiling", lambda: told["compiling"])
+    slot = SimpleNamespace(
+        step=Step(mode=Mode.TRAIN if told["active"] else Mode.EAGER), layer=nn.Identity(), compiled=None
+    )
+    slot._refused, slot._gathered = lambda: told["refused"], lambda compiled, args, kwargs: "compiled"
+    with torch.set_grad_enabled(told["grad"]):
+        found = NormSlot._norm(slot, (torch.ones(1, told["tokens"]),), {})
+    assert isinstance(found, torch.Tensor) if options else found == "compiled"

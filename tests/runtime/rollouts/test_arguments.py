@@ -4,14 +4,15 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria
 
-from tests.runtime.rollouts.calls import greedy, pair, prompts
+from tests.runtime.rollouts import calls
+from tests.runtime.rollouts.calls import greedy, prompts
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.shared_graphs]
 
 
 @pytest.fixture(scope="module")
 def llama():
-    return pair(initializer_range=0.2)
+    return calls.llama()
 
 
 def compare(llama, call) -> set[tuple[str, str]]:

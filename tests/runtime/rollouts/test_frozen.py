@@ -52,7 +52,7 @@ def test_rows_of_one_prompt_are_computed_once(monkeypatch):
     """As GRPO has them, and by `num_return_sequences`; an equal row elsewhere is computed by itself. The row of four tokens
     is not computed with those of eleven.
     """
-    model, ours, _ = pair("qwen3_5")
+    model, ours, _ = pair("qwen3_5", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
     counts, forward = [], type(ours)._prefill
     monkeypatch.setattr(
         type(ours),

@@ -2,13 +2,16 @@
 
 import copy
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tunecompile
-from tests.runtime.rollouts.calls import LEFT, greedy, pair, prompts
+from tests.runtime.rollouts import calls
+from tests.runtime.rollouts.calls import LEFT, greedy, made, pair, prompts
 from tests.runtime.rollouts.recorder import loop_of
 from tests.support import zoo
 from tunecompile.runtime.model_state import state_of
@@ -19,7 +22,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.shared_graphs]
 
 @pytest.fixture(scope="module")
 def llama():
-    return pair()
+    return calls.llama()
 
 
 @pytest.mark.parametrize("family", LEFT)
@@ -79,13 +82,13 @@ def test_log_probs_are_those_of_a_forward():
     model, ours, _ = pair("gemma2")
     torch.manual_seed(0)
     settings = greedy(do_sample=True, top_k=0, return_dict_in_generate=True, output_logits=True, eos_token_id=None)
-    made = ours.generate(**prompts(), **settings)
-    chosen = made.sequences[:, 11:, None]
+    drawn = ours.generate(**prompts(), **settings)
+    chosen = drawn.sequences[:, 11:, None]
     mask = F.pad(prompts()["attention_mask"], (0, 20), value=1)
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        scored = model(made.sequences, attention_mask=mask, position_ids=places).logits[:, 10:-1]
-    then = torch.stack(made.logits, 1)
+        scored = model(drawn.sequences, attention_mask=mask, position_ids=places).logits[:, 10:-1]
+    then = torch.stack(drawn.logits, 1)
     for found, right in ((then, scored), *(([x.log_softmax(-1).gather(-1, chosen) for x in (then, scored)],))):
         torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-4)
 
@@ -124,9 +127,9 @@ def test_scores_that_are_no_numbers():
         ours.generate(**prompts(), **settings)
 
 
-def test_the_weights_of_the_last_step(llama):
+def test_the_weights_of_the_last_step():
     """Adapters that an optimizer has changed in place, or that are switched off, are those of the next call."""
-    model = zoo.adapt(zoo.make("llama").float()).eval()
+    model = zoo.adapt(made()).eval()
     ours = tunecompile.optimize(copy.deepcopy(model), executor="eager")
     loop = loop_of(ours)
     for scale in (0.0, 0.3, -0.3):
@@ -272,3 +275,19 @@ def test_copies_and_restored_models_have_their_own_generate():
 def test_switched_off():
     model = tunecompile.optimize(zoo.make("llama").float(), generate=False)
     assert "generate" not in vars(model)
+
+
+def test_threads_take_turns(llama):
+    """A layer's number is hidden while a step runs it, and the other thread would find it hidden."""
+    model, ours, loop = llama
+    calls = loop.calls
+    expected = model.generate(**prompts(), **greedy())
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            found = list(threads.map(lambda _: ours.generate(**prompts(), **greedy()), range(6)))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(torch.equal(each, expected) for each in found) and loop.calls == calls + 6
+    assert [layer.self_attn.layer_idx for layer in ours.model.layers] == [0, 1]

@@ -1,14 +1,15 @@
-"""Models that somebody hooked, wrapped or placed: what a recorded step would not do again is left to transformers."""
+"""Models that somebody hooked, wrapped or placed, and such with other states: what a recorded step would not do again is left to transformers."""
 
 import copy
 
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import tunecompile
-from tests.runtime.rollouts.calls import greedy, pair, prompts
+from tests.runtime.rollouts.calls import greedy, made, pair, prompts
 from tests.runtime.rollouts.recorder import loop_of
 from tests.support import zoo
 
@@ -30,12 +31,12 @@ def both(model: nn.Module, prepare=lambda model: None, **given) -> set[str]:
 
 def adapted(config: peft.PeftConfig) -> nn.Module:
     torch.manual_seed(0)
-    return peft.get_peft_model(zoo.make("llama", initializer_range=0.2).float(), config).eval()
+    return peft.get_peft_model(made(), config).eval()
 
 
 def lora(**options) -> peft.LoraConfig:
     return peft.LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["q_proj", "up_proj"], init_lora_weights=False, **options
+        task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options
     )
 
 
@@ -87,16 +88,48 @@ def test_a_method_of_the_models_own():
 
     class Counts(type(zoo.make("llama"))):
         def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **others):
-            made = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **others)
-            made["position_ids"] = made["position_ids"] * 2
-            return made
+            given = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **others)
+            given["position_ids"] = given["position_ids"] * 2
+            return given
 
-    model = zoo.make("llama", initializer_range=0.2).float().eval()
+    model = made()
     model.__class__ = Counts
     assert both(model) == {"generation-own-steps"}
 
 
 def test_weights_on_several_devices():
-    model = zoo.make("llama").float().eval()
+    model = made()
     model.register_parameter("elsewhere", nn.Parameter(torch.empty(1, device="meta")))
     assert both(model) == {"generation-devices"}
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 20,
+    "rope_theta": 10000.0,
+}
+
+
+def test_positions_that_are_scaled_from_a_length_on():
+    """Phi-3 computes all tokens anew when the first one is past its original length."""
+    model, ours, loop = pair(
+        "phi3", initializer_range=0.2, rope_parameters=LONGROPE, original_max_position_embeddings=20
+    )
+    for new, calls in ((9, 1), (20, 1)):
+        settings = greedy(max_new_tokens=new, eos_token_id=None)
+        assert torch.equal(ours.generate(**prompts(), **settings), model.generate(**prompts(), **settings))
+        assert loop.calls == calls
+    assert {why.code for why in loop.left} == {"generation-own-steps"}
+
+
+def test_a_cache_of_states_alone():
+    """It counts no tokens."""
+    config = transformers.Mamba2Config(
+        hidden_size=64, num_hidden_layers=2, vocab_size=256, num_heads=8, head_dim=16, state_size=16, n_groups=1
+    )
+    model = transformers.Mamba2ForCausalLM(config).eval()
+    ours = tunecompile.optimize(copy.deepcopy(model), executor="eager")
+    loop_of(ours)
+    assert torch.equal(ours.generate(**prompts(), **greedy()), model.generate(**prompts(), **greedy()))

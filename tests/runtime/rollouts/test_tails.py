@@ -33,7 +33,7 @@ def numbers(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize(("family", "sample"), [("llama", True), ("qwen3_5", False)])
+@pytest.mark.parametrize(("family", "sample"), [("llama", True), ("lfm2", False)])
 def test_tokens_of_the_whole_batch(numbers, monkeypatch, family, sample):
     model, ours, loop = pair(family)
     given, settings = prompts(11), {"do_sample": sample, "temperature": 0.8} if sample else {}

@@ -7,7 +7,7 @@ import torch
 from transformers.integrations.neftune import activate_neftune
 
 import tunecompile
-from tests.runtime.rollouts.calls import greedy, prompts
+from tests.runtime.rollouts.calls import greedy, made, prompts
 from tests.runtime.rollouts.recorder import loop_of
 from tests.support import zoo
 
@@ -27,17 +27,17 @@ def noisy(model):
 @pytest.mark.parametrize(
     ("build", "subject"),
     [
-        (lambda: zoo.make("llama", initializer_range=0.2), ""),
-        (lambda: zoo.adapt(zoo.make("llama", initializer_range=0.2)), ""),
-        (lambda: zoo.adapt(zoo.make("llama", initializer_range=0.2), lora_dropout=0.5), "dropout"),
-        (lambda: zoo.make("llama", initializer_range=0.2, attention_dropout=0.5), "attention_dropout"),
-        (lambda: checkpointed(zoo.make("llama", initializer_range=0.2)), "gradient_checkpointing"),
-        (lambda: noisy(zoo.make("llama", initializer_range=0.2)), "neftune_noise_alpha"),
+        (lambda: made(), ""),
+        (lambda: zoo.adapt(made()), ""),
+        (lambda: zoo.adapt(made(), lora_dropout=0.5), "dropout"),
+        (lambda: made(attention_dropout=0.5), "attention_dropout"),
+        (lambda: checkpointed(made()), "gradient_checkpointing"),
+        (lambda: noisy(made()), "neftune_noise_alpha"),
     ],
     ids=["plain", "lora", "lora dropout", "attention dropout", "checkpoints", "neftune"],
 )
 def test_what_depends_on_it_is_left(build, subject):
-    model = build().float().train()
+    model = build().train()
     ours = tunecompile.optimize(copy.deepcopy(model), executor="eager")
     loop = loop_of(ours)
     found = []

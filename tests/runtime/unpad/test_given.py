@@ -5,7 +5,8 @@ from torch import nn
 
 from tests.support.batches import lengths_mask
 from tunecompile.runtime.unpad.masks import given as given_module
-from tunecompile.runtime.unpad.masks.given import bounds_in, is_given, mask_in, padding_in
+from tunecompile.runtime.unpad.masks.given import bounds_in, is_given, mask_in, padding_in, place_of_mask
+from tunecompile.runtime.unpad.masks.one_form import in_one_form
 
 
 def test_masks_among_the_arguments():
@@ -38,3 +39,26 @@ def test_bounds_that_attention_is_given_without_a_mask(monkeypatch):
     for name, value in (("attention_mask", lengths_mask(6)), ("cu_seq_lens_q", bounds[None]), ("cu_seq_lens_q", 6)):
         assert bounds_in(attends, (hidden,), {**given, name: value}) is None
     assert bounds_in(attends, (hidden,), {"cu_seq_lens_q": bounds}) is None, "it may have attention of another kind"
+
+
+class Layer(nn.Module):
+    def forward(self, hidden, cache=None, attention_mask=None, **kwargs):
+        return hidden
+
+
+def test_where_a_mask_is_given():
+    layer, args = Layer(), (torch.zeros(2, 6, 3), None, None)
+    assert place_of_mask(layer, args[:1], {"attention_mask": None}) == "attention_mask"
+    assert place_of_mask(layer, args, {}) == 2 and place_of_mask(layer, args[:2], {}) is None
+    assert place_of_mask(nn.Linear(1, 1), args, {}) is None
+
+
+def test_masks_of_one_row_are_written_out_once_for_all_layers():
+    one, rows = torch.ones(1, 1, 6, 6, dtype=torch.bool).expand(2, 1, 6, 6), torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    call = type("Call", (), {"masks_in_one_form": {}})()
+    (hidden, first), named = in_one_form(call, (torch.zeros(2, 6, 4), one), {"mask": one, "other": rows})
+    (_, second), _ = in_one_form(call, (hidden, one), {})
+    assert first is second is named["mask"] and first.is_contiguous() and not first._is_view() and first.equal(one)
+    assert named["other"] is rows
+    (view,), _ = in_one_form(None, (rows[:, :, :],), {})
+    assert not view._is_view() and view.data_ptr() == rows.data_ptr()

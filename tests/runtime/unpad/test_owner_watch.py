@@ -91,3 +91,13 @@ def test_hidden_states_with_padding_are_of_a_step_that_is_repeated():
     assert torch.equal(made.logits_are_read(hidden, None), torch.where(real, hidden, whole))
     assert ran == [(True, {"x": 5})] and not made.step.repeats and not made.readable
     assert not made.flat and made.refused.code == "logits-read", "later batches keep their padding"
+
+
+def test_convolutions_before_the_layers_see_what_they_always_saw():
+    """Those behind, and other modules wherever they are, would see rows that padding is missing from."""
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Conv1d(2, 2, 1))])
+    owner = nn.ModuleDict(
+        {"first": nn.Conv1d(2, 2, 1), "embed": nn.Linear(2, 2), "layers": layers, "last": nn.Conv1d(2, 2, 1)}
+    )
+    found = [*refusals._outside(owner, [*layers])]
+    assert {id(module) for module in found} == {id(m) for m in (owner, owner["embed"], layers, owner["last"])}

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_close
 from tests.support.models.pairs import attending, pair
-from tests.support.notes import fell_back, has
 from tests.support.rounding import Shapes, waited_for, whole
 from tunecompile.notes import note
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
@@ -40,26 +38,6 @@ def shapes(monkeypatch):
 def follow(ours, plain, lengths, **limits):
     for length in lengths:
         assert_close(zoo.step(ours, whole(length)), zoo.step(plain, whole(length)), **limits)
-
-
-def test_lengths_that_do_not_recur_are_few_shapes(shapes):
-    ours, plain = pair(lambda: attending().double())
-    follow(ours, plain, LENGTHS, **EXACT)
-    assert shapes.of_layers("LlamaDecoderLayer") == {(2, 20, 64), (1, 64, 64)}
-    region = tunecompile.report(ours).regions[0]
-    assert not fell_back(ours) and has(ours, "sizes-rounded", count=len(LENGTHS) - 1) and region.compiles == 2, region
-
-
-@pytest.mark.slow
-def test_numbers_of_rows_and_rows_alone_are_of_one_graph(shapes):
-    """A row alone is as long as its longest document, which is no size that Dynamo may take for the same."""
-    ours, plain = pair()
-    follow(ours, plain, LENGTHS[:2])
-    for rows, length in ((1, 64), (1, 40), (3, 20), (2, 31), (1, 100), (4, 32), (1, 128)):
-        batch = whole(length, rows)
-        assert_close(zoo.step(ours, batch), zoo.step(plain, batch))
-    assert shapes.of_layers("LlamaDecoderLayer") == {(2, 20, 64), (1, 64, 64), (1, 128, 64)}
-    assert tunecompile.report(ours).regions[0].compiles == 2 and not fell_back(ours)
 
 
 def test_sizes_whose_launches_are_waited_for(monkeypatch):

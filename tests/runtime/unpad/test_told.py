@@ -1,13 +1,15 @@
-"""How a layer is told of padding, and rows without any alike."""
+"""How a layer is told of padding, and rows without any alike; and what is known of how it attends without a mask."""
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.masks.given import place_of_mask
+from tunecompile.runtime.unpad.rounding.attention import KnownAttention, WithoutMask, is_alike, switches_of
 from tunecompile.runtime.unpad.rounding.told import Told
+from tunecompile.runtime.watch.traced_graph import TracedGraph
 
 CPU = torch.device("cpu")
 HIDDEN = torch.randn(2, 6, 4)
@@ -18,13 +20,6 @@ PAIRS = torch.ones(2, 1, 6, 6, dtype=torch.bool)
 class Layer(nn.Module):
     def forward(self, hidden, cache=None, attention_mask=None, **kwargs):
         return hidden
-
-
-def test_where_a_mask_is_given():
-    layer, args = Layer(), (HIDDEN, None, None)
-    assert place_of_mask(layer, args[:1], {"attention_mask": None}) == "attention_mask"
-    assert place_of_mask(layer, args, {}) == 2 and place_of_mask(layer, args[:2], {}) is None
-    assert place_of_mask(nn.Linear(1, 1), args, {}) is None
 
 
 def rows(window: int = 0, **changes) -> FlatBatch:
@@ -69,3 +64,36 @@ def test_windows_that_narrow_nothing():
     told = Told(6, "attention_mask", ())
     assert told.tell(rows()).window == 6
     assert Told(5, "attention_mask", ()).tell(rows()).window == 0, "such a row would be seen less of"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_switches_that_were_turned_since(causal):
+    """An attribute says whether attention is causal: what was learnt holds as long as it does."""
+    layer, graph = nn.Linear(1, 1), TracedGraph((), True, causal=1 if causal else None, both_ways=None if causal else 1)
+    layer.is_causal = causal
+    known = WithoutMask(switches_of(layer))
+    known.calls[("kind",)] = graph
+    assert known.runs(("kind",)) is graph and known.runs(("other",)) is None
+    layer.is_causal = not causal
+    assert known.runs(("kind",)) is None
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_rows_see_as_far_as_they_did(both_ways):
+    """As many calls see all tokens, or what stands before each, in both graphs."""
+    whole = TracedGraph((), True, causal=None if both_ways else 1, both_ways=1 if both_ways else None)
+    flat = TracedGraph((), True, by_documents=1)
+    assert is_alike(whole, flat, both_ways) and not is_alike(whole, flat, not both_ways)
+    assert not is_alike(whole, replace(flat, by_documents=2), both_ways)
+
+
+def test_graphs_that_no_padded_batch_ran_by():
+    """A layer was changed since it was known how it attends without a mask."""
+    made, layer = KnownAttention(None, tuple), nn.Linear(1, 1)
+    graph, changed = TracedGraph((("attention",),), True), TracedGraph((("other attention",),), True)
+    flat = replace(FlatBatch.of_whole_rows(2, 6, 0, CPU), joins=True)
+    assert made.ran(layer, flat, (), {}, graph).code == "own-mask"
+    made.ran(layer, replace(flat, joins=False, real=5), (), {}, graph)  # with padding
+    assert made.ran(layer, flat, (), {}, graph) is None
+    assert made.ran(layer, flat, (), {}, TracedGraph(graph.operations, True)) is None, "under another plan"
+    assert made.ran(layer, flat, (), {}, changed).code == "own-mask"

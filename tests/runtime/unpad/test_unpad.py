@@ -1,21 +1,78 @@
-"""Padded batches without their padding: loss and gradients as the padded run gives them, and the padded run wherever in doubt."""
+"""Padded batches in a model that users look at: noise on embeddings, interrupted calls, configs, evaluation, generation."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_same_flattened
 from tests.support.models.pairs import attending, pair
-from tests.support.notes import has
 from tests.support.reports import flattened
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-# -- the same numbers ---------------------------------------------------------------------------------------------------
+def test_noise_on_embeddings_keeps_its_size():
+    """NEFTune's is alpha / sqrt(T * H), so its hook must see the batch as it is."""
+    neftune_post_forward_hook = pytest.importorskip("transformers.integrations.neftune").neftune_post_forward_hook
+    size = []
+    for m in pair(attending):
+        embed = m.get_input_embeddings()
+        embed.neftune_noise_alpha = 5.0
+        embed.register_forward_hook(neftune_post_forward_hook)
+        embed.register_forward_hook(
+            lambda mod, a, o: size.append((o - F.embedding(a[0], mod.weight)).abs().max().item())
+        )
+        zoo.step(m, padded(8, 32))
+    assert size[0] == pytest.approx(size[1], rel=0.05)
+
+
+def test_labels_of_which_the_loss_reads_others(monkeypatch):
+    """TRL's fused head reads shift_labels, where they are given."""
+    from tunecompile.integrations import loss_caller
+
+    model = attending()
+    monkeypatch.setattr(loss_caller, "_LOSSES", (__name__, "transformers."))
+
+    def forward(self, labels, shift_labels):
+        return loss_caller.causal_labels()
+
+    batch = padded()
+    assert (
+        forward(model, batch["labels"], None)[0] is batch["labels"]
+        and forward(model, batch["labels"], batch["labels"])[0] is None
+    )
+
+
+def test_labels_of_a_call_that_was_interrupted():
+    """No hook is told of its end."""
+    model, reference = pair(attending)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    inputs, found = padded(), []
+    for m in (model, reference):
+        with m.train().model.layers[1].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            m(**inputs)
+        found.append(m.model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state)
+    torch.testing.assert_close(*found)
+
+
+def test_configs_stay_as_they_are():
+    """Another model may share them, and be under way in another thread."""
+    model, _ = pair(attending)
+    seen = []
+    model.config.__class__ = type(
+        "Watched",
+        (type(model.config),),
+        {"__setattr__": lambda self, name, value: (seen.append(name), object.__setattr__(self, name, value))[1]},
+    )
+    zoo.step(model, padded())
+    assert flattened(model) == 1 and not seen
 
 
 def test_steps_evaluation_and_generation():
@@ -33,29 +90,3 @@ def test_steps_evaluation_and_generation():
         model.generate(**prompt, max_new_tokens=3, do_sample=False),
         reference.generate(**prompt, max_new_tokens=3, do_sample=False),
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"modules_to_save": ["embed_tokens"]}, {"trainable_token_indices": [1, 2]}],
-    ids=str,
-)
-def test_an_adapter_that_trains_tokens(options):
-    """A copy of the table beside the table, or a few rows of it: it still embeds nothing but tokens."""
-    pytest.importorskip("peft")
-    model, reference = pair(lambda: zoo.adapt(attending(), target_modules=["q_proj"], **options))
-    assert_same_flattened(model, reference, padded(), limit=1e-4)
-    assert flattened(model) == 1, tunecompile.report(model)
-
-
-def test_logits_that_are_read_are_those_of_the_whole_batch():
-    """Hidden states at padding would be zero without it: so the layers run again, with it. Nobody else holds what the
-    layers' owner returned: its last norm's result is a view of a larger row."""
-    (model, reference), inputs = pair(attending), padded()
-    for _ in range(2):
-        torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
-    assert flattened(model) == 1 and has(model, "padding-kept", reason="logits-read")
-
-
-# -- any loop -----------------------------------------------------------------------------------------------------------
