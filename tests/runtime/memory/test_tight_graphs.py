@@ -6,6 +6,7 @@ import tunecompile
 from tests.support.compare import assert_close, assert_equal
 from tests.support.memory.budgets import LAYERS, build, needed, step
 from tests.support.memory.cpu_recorder import CpuRecorder
+from tests.support.models.pairs import small
 from tunecompile.runtime.cuda_graphs import launch_bound, replay
 
 pytest.importorskip("transformers")
@@ -25,8 +26,8 @@ def test_layers_come_back_from_the_host_to_be_recorded(monkeypatch):
     from tunecompile.runtime.memory import plan_maker
 
     monkeypatch.setattr(plan_maker, "rates_of", lambda *_: Rates(flops=1e12, copy=1e12))
-    reference = step(build(None))
-    model = build(int(0.85 * needed()))
+    reference = step(build(None, make=small))
+    model = build(int(0.85 * needed(make=small)), make=small)
     state = model._tunecompile
     for number in range(9):
         assert_equal(step(model), reference)

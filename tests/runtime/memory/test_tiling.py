@@ -5,6 +5,7 @@ import pytest
 import tunecompile
 from tests.support import zoo
 from tests.support.memory.budgets import build, step
+from tests.support.models.pairs import small
 from tunecompile.cli.compare.meters import count_saved_bytes
 from tunecompile.ir.op import Provider
 from tunecompile.ops import lora_mlp
@@ -41,7 +42,7 @@ def surveyed(monkeypatch):
 
 
 def make(memory):
-    return build(memory, intermediate_size=512)
+    return build(memory, make=small, intermediate_size=512)
 
 
 def saved(model):

@@ -23,11 +23,12 @@ pytest.importorskip("transformers.models.qwen3_5")
 pytestmark = pytest.mark.filterwarnings("ignore")
 LIMITS = dict(loss=1e-6, limit=1e-4, floor=1e-4)  #: transformers' rules are in fp32
 FEW = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+CONVOLUTIONS = dict(num_hidden_layers=2, layer_types=["conv"] * 2)
 QUICK = {"qwen3_5": FEW, "lfm2": hybrids.ONE_OF_EACH["lfm2"], "granite_hybrid": {}}
 
 
-def hybrid(family="qwen3_5", dtype=torch.float32):
-    return hybrids.make(family, dtype, **QUICK.get(family, {}), use_cache=False)
+def hybrid(family="qwen3_5", dtype=torch.float32, **more):
+    return hybrids.make(family, dtype, **{**QUICK.get(family, {}), **more}, use_cache=False)
 
 
 def unequal_prompts():
@@ -45,7 +46,7 @@ TREES = (
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_5", *(pytest.param(each, marks=pytest.mark.slow) for each in hybrids.HYBRIDS if each != "qwen3_5")],
+    ["lfm2", *(pytest.param(each, marks=pytest.mark.slow) for each in hybrids.HYBRIDS if each != "lfm2")],
 )
 def test_families(family):
     """Prompts and rows of any number and length, padded on either side or not, trees of turns, several prompts and rows
@@ -68,7 +69,7 @@ def test_families(family):
         assert rows == 2 * batch["attention_mask"].sum() and tokens == rows - 2 * copies
     if family in QUICK:
         assert all(region.compiles <= 3 for region in tunecompile.report(ours).regions)
-    if family == "qwen3_5":
+    if family in ("lfm2", "qwen3_5"):
         (saved, *_) = (each.saved for each in contexts_of(state_of(ours).regions[0]) if each.saved)
         sizes = [{*size.node.expr.free_symbols} for _, size in saved if isinstance(size, torch.SymInt)]
         assert len(sizes) > 4 and len(set.union(*sizes)) == 1, saved
@@ -77,7 +78,7 @@ def test_families(family):
 @pytest.mark.parametrize("family", ["lfm2", pytest.param("granite_hybrid", marks=pytest.mark.slow)])
 def test_no_further_from_fp32_than_eager(family):
     """In bf16."""
-    plain = hybrid(family, torch.bfloat16)
+    plain = hybrid(family, torch.bfloat16, **(CONVOLUTIONS if family == "lfm2" else {}))
     ours, wide, batch = optimized(copy.deepcopy(plain)), copy.deepcopy(plain).float(), branches(64, 100, 4, 0, "right")
     (loss, exact), (theirs, eager), (mine, found) = (zoo.step(each, batch) for each in (wide, plain, ours))
     allowed, made = (zoo.errors(each, exact, 1e-2) for each in (eager, found))
@@ -87,7 +88,7 @@ def test_no_further_from_fp32_than_eager(family):
 
 
 def test_adapters_under_checkpointing_and_a_budget():
-    reference = zoo.adapt(hybrid("lfm2"))
+    reference = zoo.adapt(hybrid("lfm2", **CONVOLUTIONS))
     model = copy.deepcopy(reference)
     for each in (reference, model):
         each.gradient_checkpointing_enable()
@@ -119,8 +120,7 @@ def kept(ours, plain, code):
 def test_planted_leaks_keep_rows_apart(monkeypatch, home, name, planted, code):
     """Ops that are not told of rows, or are not given them, would hand on states from one branch to the next."""
     monkeypatch.setattr(home, name, planted)
-    few = dict(num_hidden_layers=2, layer_types=["conv"] * 2, use_cache=False)
-    kept(*pair(lambda: hybrids.make("lfm2", torch.float32, **few)), code)
+    kept(*pair(lambda: hybrid("lfm2", **CONVOLUTIONS)), code)
 
 
 def test_a_layer_without_a_mask_that_draws():

@@ -8,12 +8,13 @@ import torch
 
 import tunecompile
 from tests.support import zoo
+from tests.support.models.pairs import attending
 
 LAYERS = 4
 
 
-def build(memory, dropout=0.0, **config):
-    model = zoo.adapt(zoo.make("llama", num_hidden_layers=LAYERS, **config), lora_dropout=dropout).train()
+def build(memory, dropout=0.0, make=attending, **config):
+    model = zoo.adapt(make(num_hidden_layers=LAYERS, **config), lora_dropout=dropout).train()
     return tunecompile.optimize(model, memory=memory, executor="eager") if memory != "eager" else model
 
 
@@ -27,9 +28,9 @@ def step(model, seed=3, **shape):
 
 
 @functools.cache
-def needed(dropout=0.0):
+def needed(dropout=0.0, make=attending):
     """What a step without a budget would need, by a budget it cannot exceed."""
-    model = build("1TiB", dropout)
+    model = build("1TiB", dropout, make)
     step(model)
     memory = tunecompile.report(model).memory
     return memory["predicted_peak"] - memory["kept_weights"]
