@@ -9,6 +9,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.memory import full_device
 from tests.support.memory.budgets import LAYERS, build, needed, step
+from tests.support.models.pairs import small
 from tunecompile.errors import MissingExtra, NoPlan, NotOptimized
 from tunecompile.report import memory_timeline
 from tunecompile.runtime.memory.timeline_trace import STEPS
@@ -59,7 +60,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
 
 
 def test_the_picture_is_the_planners_own_sum(tmp_path):
-    model = build(int(0.6 * needed()))
+    model = build(int(0.6 * needed(make=small)), make=small)
     step(model)
     budget = budget_of(model)
     parts = memory_timeline.phases(budget)
