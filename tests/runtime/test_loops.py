@@ -10,7 +10,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_run
 from tests.support.models.pairs import of_plain_layers, pair, small
-from tests.support.notes import codes, fell_back, find, has
+from tests.support.notes import fell_back, find, has
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -46,23 +46,6 @@ def test_writing_into_logits_reaches_all_that_share_their_memory():
     inputs = zoo.batch()
     labels = inputs["labels"].clamp(min=0)
     assert_same_run(model, reference, lambda m: write_after_views_and_copies(m(inputs["input_ids"]).logits, labels))
-
-
-def test_metrics_are_read_before_the_loss():
-    """Without gradients, as a user counts hits: the loss that comes later has its gradients all the same."""
-    model, reference = pair(of_plain_layers)
-    inputs, seen = zoo.batch(), []
-
-    def run(m):
-        logits = m(inputs["input_ids"]).logits[:, :-1]
-        with torch.no_grad():
-            seen.append(logits.argmax(-1).sum().item())
-        return F.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, : logits.shape[1]].flatten())
-
-    assert_same_run(model, reference, run)
-    assert seen[0] == seen[1]
-    tally = next(m for m in tunecompile.report(model).matches if m.family == "linear_cross_entropy")
-    assert tally.rewritten or codes(tally.refused[:1]) == ["logits-used-before-loss"]
 
 
 def test_a_view_made_without_gradients_gives_none():
@@ -103,32 +86,6 @@ def test_the_report_says_why_logits_are_made_or_the_head_is_not_called():
     assert has(tally.refused[:1], "logits-computed", subject="softmax")
 
 
-def test_a_graph_that_is_retained():
-    """Not in the first step, so that the backward is compiled for one that is not."""
-
-    def run(m):
-        loss = m(**zoo.batch()).loss
-        if steps:
-            loss.backward(retain_graph=True)
-            loss.backward(retain_graph=True)
-        return loss
-
-    model, reference = pair(of_plain_layers)
-    for steps in range(2):
-        assert_same_run(model, reference, run)
-
-
-def test_forward_without_gradients_between_steps():
-    model, reference = pair(of_plain_layers)
-    for seed in range(2):
-        assert_same_run(model, reference, lambda m: m(**zoo.batch(seed=seed)).loss)
-        with torch.no_grad():
-            assert model(**zoo.batch(seed=seed)).loss.item() == pytest.approx(
-                reference(**zoo.batch(seed=seed)).loss.item(), rel=1e-5
-            )
-    assert tunecompile.report(model).compiles == 1
-
-
 def test_attentions_are_returned():
     model, reference = pair(lambda: small(attn_implementation="eager"))
     ours, theirs = (m(**zoo.batch(), output_attentions=True).attentions for m in (model, reference))
@@ -136,13 +93,6 @@ def test_attentions_are_returned():
 
 
 # -- batches (see tests/support/matrix/batches.py) ------------------------------------------------------------------------------
-
-
-def test_no_label_at_all():
-    model, reference = pair(of_plain_layers)
-    masked = zoo.batch()
-    masked["labels"].fill_(-100)
-    assert model(**masked).loss.isnan() and reference(**masked).loss.isnan() and not fell_back(model)
 
 
 # -- precision ----------------------------------------------------------------------------------------------------------

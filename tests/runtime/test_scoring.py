@@ -47,21 +47,6 @@ def test_scores_are_compiled_and_right():
     assert not find(told, *EAGER)
 
 
-def test_generation_and_caches_stay_as_they_are():
-    model, reference = scored(adapted=False)
-    ids = zoo.batch()["input_ids"]
-    kwargs = dict(attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert torch.equal(model.generate(ids, **kwargs), reference.generate(ids, **kwargs))
-    with torch.no_grad():
-        assert model(ids, use_cache=True).past_key_values is not None
-    with torch.inference_mode():
-        assert torch.equal(model(ids, use_cache=False).logits, reference(ids, use_cache=False).logits)
-    assert not compiled(model)
-    model.eval()
-    score(model)
-    assert not compiled(model)
-
-
 def log_probs(model: torch.nn.Module, inputs: dict) -> torch.Tensor:
     """As trainers take them of logits."""
     logits = model(**inputs).logits[:, :-1] / 0.7

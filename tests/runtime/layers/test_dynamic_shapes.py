@@ -29,29 +29,6 @@ def marked(monkeypatch):
     return run
 
 
-def test_rows_and_length_follow_from_the_second_shape_on(marked):
-    sizes = DynamicShapes()
-    assert marked(sizes, (2, 16, 8), (2, 1, 16, 16)) == [[], []]
-    assert marked(sizes, (2, 16, 8), (2, 1, 16, 16)) == [[], []]
-    assert marked(sizes, (3, 20, 8), (3, 1, 20, 20)) == [[0, 1], [0, 2, 3]]
-    assert marked(sizes, (2, 16, 8), (2, 1, 16, 16)) == [[], []]
-
-
-def test_a_dimension_that_equals_a_length_by_chance_drops_out(marked):
-    """The table's 16 rows, and the 16 numbers of a token, are the length of the first batch; then they stay."""
-    sizes = DynamicShapes()
-    assert marked(sizes, (2, 16, 16), (16, 4)) == [[], []]
-    assert marked(sizes, (2, 20, 16), (16, 4)) == [[0, 1], []]
-    assert marked(sizes, (4, 30, 16), (16, 4)) == [[0, 1], []]
-
-
-def test_a_dimension_that_changes_by_itself_is_a_symbol(marked):
-    sizes = DynamicShapes()
-    assert marked(sizes, (2, 16, 8), (5, 4)) == [[], []]
-    assert marked(sizes, (2, 16, 8), (7, 4)) == [[], [0]]
-    assert marked(sizes, (2, 16, 8), (7, 4)) == [[], [0]]
-
-
 def test_layers_with_other_widths_are_no_change(marked):
     """Heads of Gemma 4 are wider in every sixth layer, and the tables of RoPE that these are given."""
     sizes = DynamicShapes()

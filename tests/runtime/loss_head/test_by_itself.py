@@ -145,6 +145,13 @@ OF_LOGITS = {
     "log-probabilities twice": lambda logits, labels: each_loss(logits.log_softmax(-1), labels),
     "no log-probabilities": lambda logits, labels: F.nll_loss(logits.view(-1, WORDS), labels.view(-1)),
     "a bias of rows": lambda logits, labels: log_probs(logits + torch.linspace(0, 1, TOKENS)[:, None], labels),
+    "a bias that is learned": lambda logits, labels: log_probs(
+        logits + torch.ones(WORDS).double().requires_grad_(), labels
+    ),
+    "a scaled bias": lambda logits, labels: log_probs(torch.add(logits, torch.ones(WORDS).double(), alpha=2), labels),
+    "a bias by name": lambda logits, labels: log_probs(
+        torch.add(input=logits, other=torch.ones(WORDS).double()), labels
+    ),
     "two biases": lambda logits, labels: log_probs(
         logits + torch.ones(WORDS).double() + torch.ones(WORDS).double(), labels
     ),

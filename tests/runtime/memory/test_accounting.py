@@ -159,11 +159,6 @@ def test_a_gpus_budget_bounds_all(monkeypatch):
         assert compute_dtype(CPU) is torch.float16
 
 
-def test_a_budget_of_layers_alone_has_nothing_to_come():
-    memory = accounting([slot("a", trained(10))], beside=[trained(3)])
-    assert memory.request(8, {}, Rates(1.0, 1.0), all_seen=True, first=True).resident == 0
-
-
 def test_what_a_plan_is_made_from():
     gauge = Gauge()
     memory = accounting([slot("a", trained(10))], gauge=gauge, ceiling=77)
@@ -222,14 +217,6 @@ def test_recordings_know_what_the_host_spends_on_copies():
     graph = replays.forward(lambda given: [given[0] + 1], handed=1)
     graph([torch.ones(2)])
     assert next(iter(graph.clocks.values())).copying is offload.spent
-
-
-def test_what_others_hold_is_not_allowed(bounds_all):
-    gauge = Gauge(free=300_000)
-    memory = accounting(gauge=gauge)
-    assert memory.allowed() == 300_000
-    gauge.free = 10**6
-    assert memory.allowed() == 500_000 - 1000
 
 
 def test_heads_of_this_device(bounds_all):

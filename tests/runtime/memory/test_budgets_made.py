@@ -56,6 +56,10 @@ def test_one_gpu_has_all(grown):
 
 
 def test_two_gpus_share_the_host_and_surveys_and_record_nothing(grown):
+    for given, each in ((6 << 30, 3 << 30), (0, None)):
+        made = per_device.make_budgets(state_of(FIRST, LAST, host_bytes=given))
+        assert [budget.memory.given[6] and budget.memory.given[6][1] for budget in made] == [each, each]
+    grown.clear()
     state = state_of(FIRST, LAST, FIRST, CPU)
     first, last = per_device.make_budgets(state)
     assert [budget.memory.given[4] for budget in (first, last)] == [[state.slots[0], state.slots[2]], [state.slots[1]]]

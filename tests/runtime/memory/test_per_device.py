@@ -1,6 +1,6 @@
 """Layers on several devices: a plan for each, and one device's want of memory is its own. (A CPU stands for two: by its number, or by none.)"""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
@@ -138,40 +138,6 @@ def test_what_tells_of_it_tells_of_all_devices(tmp_path):
     assert [plan["device"] for plan in (report.to_dict()["memory"], *report.to_dict()["elsewhere"])] == ["cpu:1", "cpu"]
     page = tunecompile.memory_timeline(model, tmp_path / "memory.html").read_text()
     assert "<h1>cpu:1</h1>" in page and "<h1>cpu</h1>" in page and f"<td>{HALF} to {LAYERS - 1}</td>" in page
-
-
-def test_nothing_is_recorded(monkeypatch):
-    """A recording's memory is counted by one budget, and lies on one device."""
-    model = build(1 << 40)
-    model._tunecompile.replays.recorder.device = "cpu"
-    step(model)
-    assert all(region.replays is None for region in model._tunecompile.regions)
-    assert has(model, "no-cuda-graph", reason="budgets-of-several-devices")
-
-
-def test_host_memory_is_shared(monkeypatch):
-    made = []
-    monkeypatch.setattr(per_device, "Offload", lambda *told: made.append(told))
-    monkeypatch.setattr(per_device, "available", lambda: 8 << 30)
-    state = build(1 << 40)._tunecompile
-    for host, expected in ((None, 2 << 30), (6 << 30, 3 << 30)):
-        state.settings = replace(state.settings, host_bytes=host)
-        per_device._offload(state, torch.device("cuda", 1), 2)
-        assert made[-1][:2] == (torch.device("cuda", 1), expected)
-    state.settings = replace(state.settings, host_bytes=0)
-    assert per_device._offload(state, torch.device("cuda", 1), 2) is None
-
-
-def test_layers_on_a_cpu_beside_gpus_have_no_plan():
-    @dataclass
-    class Placed:
-        device: torch.device | None
-
-    gpu, other, cpu, nowhere = (
-        Placed(device) for device in (torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu"), None)
-    )
-    assert per_device.by_device([gpu, other, gpu, cpu, nowhere]) == {gpu.device: [gpu, gpu], other.device: [other]}
-    assert per_device.by_device([cpu, nowhere]) == {cpu.device: [cpu]} and per_device.by_device([nowhere]) == {}
 
 
 @pytest.mark.gpu

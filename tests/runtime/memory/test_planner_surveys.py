@@ -91,17 +91,6 @@ def test_plans_of_batches_that_were_planned():
     assert made.known_plan(slot, 1) is None
 
 
-def test_what_was_no_step_is_forgotten():
-    made = planner(ROOMY)
-    step(made)
-    forgotten = []
-    made.memory.gauge.forget_peak = lambda: forgotten.append(setattr(made.memory.gauge, "most", 3))
-    made.memory.gauge.most = 9
-    made.progress.forget(made.memory.gauge)
-    assert len(forgotten) == 1 and (made.progress.highest, made.progress.steps) == (3, 0)
-    assert made.memory.gauge.released == 2, "before the plan, and now"
-
-
 def test_values_that_are_recomputed_have_the_names_of_their_region():
     made = planner(TIGHT, surveyed=False)
     slot, (region,) = made.layers[0], made.regions

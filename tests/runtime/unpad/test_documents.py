@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tunecompile.runtime.unpad.documents import BOTH_WAYS, read_mask, read_offsets, read_padding
-from tunecompile.runtime.unpad.flat_batch import MASKS, FlatBatch
+from tunecompile.runtime.unpad.flat_batch import FlatBatch
 
 
 def causal(real: torch.Tensor, document: torch.Tensor | None = None, window: int = 0) -> torch.Tensor:
@@ -150,63 +150,3 @@ def test_large_masks_are_compared_in_parts(at_once, monkeypatch):
     real = rows(6, 2, 5, length=6)
     assert read_mask(causal(real), (0,), None).documents.count == 13
     assert read_mask(_but_one(causal(real), 2, 0, 4, 1), (0,), None).documents is None
-
-
-def test_there_and_back():
-    real = rows(6, 2, 5, length=6, left=True)
-    mask = causal(real)
-    flat = FlatBatch.of(read_mask(mask, (0,), None).documents)
-    values = torch.randn(3, 6, 4, requires_grad=True)
-    args, named = flat.enter((values,), {"attention_mask": mask}, mask, keep=False)
-    assert named["attention_mask"] is None and "attention_mask" in named[MASKS]
-    back = flat.leave(args[0], keep=False)
-    torch.testing.assert_close(back, values * real[..., None])
-    back.sum().backward()
-    torch.testing.assert_close(values.grad, real[..., None].expand(3, 6, 4).float())
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_arguments_of_a_layer(count):
-    real = rows(*(6, 2, 5)[:count], length=6)
-    mask = causal(real)
-    flat = FlatBatch.of(read_mask(mask, (0,), None).documents)
-    column = torch.arange(6).expand(count, 6)
-    given = {
-        "each": column + 10 * torch.arange(count)[:, None],
-        "columns": column[:1],
-        "places": torch.arange(6),
-        "tables": (torch.randn(3, count, 6, 2), 7),
-        "option": None,
-    }
-    _, named = flat.enter((torch.randn(count, 6, 4),), {"mask": mask, **given}, mask, keep=False)
-    real_columns = column[real]
-    total = int(real.sum())
-    assert torch.equal(named["each"][0, :total], given["each"][real]) and named["option"] is None
-    assert torch.equal(named["columns"][0, :total], real_columns) and torch.equal(named["places"][:total], real_columns)
-    assert torch.equal(named["tables"][0][:, 0, :total], given["tables"][0][:, real]) and named["tables"][1] == 7
-
-
-@pytest.mark.parametrize("other", [torch.randn(5), torch.randn(3, 7), torch.randn(2, 6, 4)], ids=lambda x: str(x.shape))
-def test_arguments_that_have_no_tokens(other):
-    real = rows(6, 2, 5, length=6)
-    mask = causal(real)
-    flat = FlatBatch.of(read_mask(mask, (0,), None).documents)
-    assert flat.enter((torch.randn(3, 6, 4), other), {"mask": mask}, mask, keep=False) is None
-
-
-def test_a_result_is_read_as_it_was_only_where_nobody_changed_it():
-    real = rows(6, 2, length=6)
-    mask = causal(real)
-    flat = FlatBatch.of(read_mask(mask, (0,), None).documents)
-
-    def enters(hidden):
-        return flat.enter((hidden,), {"mask": mask}, mask, keep=True)[0][0]
-
-    made = torch.randn(1, len(flat.index), 4)
-    padded = flat.leave(made, keep=True)
-    assert enters(padded) is made and enters(padded * 1) is not made
-    padded.add_(1)
-    assert enters(padded) is not made
-    watched = flat.leave(torch.randn(1, len(flat.index), 4, requires_grad=True) * 1, keep=True)
-    watched.register_hook(lambda grad: None)
-    assert enters(watched) is not flat.rows.last[2]
