@@ -32,7 +32,7 @@ def matched(report):
 
 
 @pytest.mark.parametrize(
-    "make", [flux, *(pytest.param(make, marks=pytest.mark.slow) for make in (qwen_image, wan, sd3))]
+    "make", [wan, *(pytest.param(make, marks=pytest.mark.slow) for make in (flux, qwen_image, sd3))]
 )
 def test_gradients_at_every_size_are_those_of_eager(make):
     model = adapted(make)

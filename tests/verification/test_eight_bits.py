@@ -9,6 +9,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
+from tests.support.models.pairs import attending
 from tests.support.notes import find
 from tunecompile.ops import eight_bits
 from tunecompile.ops.eight_bits import FP8, INT8
@@ -37,7 +38,7 @@ FAULTS = [  # of a format, a line of its source and what stands there in its pla
 
 
 def verified(eight, dtype=torch.bfloat16, quantise=False):
-    made = zoo.make("llama", num_hidden_layers=2).to(dtype)
+    made = attending().to(dtype)
     model = zoo.adapt(zoo.quantize(made, dtype) if quantise else made)
     tunecompile.optimize(model, precision=eight.name, executor="eager")
     with warnings.catch_warnings():
