@@ -263,15 +263,3 @@ def test_recordings_take_a_share_of_the_memory_at_most(monkeypatch, pair):
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5) and max(zoo.errors(ours, theirs).values()) < 1e-4
     assert 0 < recorded(model) < 6
     assert len(find(model, "cuda-graphs-full")) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("room, recorded", [(10**9, 6), (0, 0)])
-def test_caches_are_given_back_once_before_the_first_recording(pair, room, recorded):
-    """Of a plan of memory; where it leaves no room, they are needed every step."""
-    model, _ = pair
-    replays = state_of(model).replays
-    replays.allowance = replay.Allowance(room, step=1, layers=3, alone=True)
-    for _ in range(7):
-        zoo.step(model, zoo.batch())
-    assert replays.recorded == recorded and replays.recorder.releases == (recorded > 0)

@@ -49,10 +49,10 @@ def test_layers_of_several_kinds(on_cpu, replayed):
 
 
 def test_layers_that_hand_on_keys_stand_between_stacks(on_cpu, replayed):
-    """As in Gemma 4 E4B: of ten layers the fifth and sixth keep theirs for the last four; each has a value of its own."""
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 3 + ["full_attention"]
-    own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256, "num_kv_shared_layers": 4}
-    model = without_mlps(zoo.make("gemma4", num_hidden_layers=10, layer_types=kinds, **own))
+    """As in Gemma 4 E4B: of six layers the third and fourth keep theirs for the last two; each has a value of its own."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention", "sliding_attention", "full_attention"]
+    own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256, "num_kv_shared_layers": 2}
+    model = without_mlps(zoo.make("gemma4", num_hidden_layers=6, layer_types=kinds, **own))
     reference = zoo.adapt(model, target_modules=["q_proj", "v_proj"]).train()
     models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
     for seed in range(7):
@@ -61,7 +61,7 @@ def test_layers_that_hand_on_keys_stand_between_stacks(on_cpu, replayed):
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
         size = max(gradient.norm() for gradient in theirs.values())
         assert max((ours[name] - theirs[name]).norm() for name in theirs) < 1e-4 * size
-    assert len(replayed) >= 4 and set(replayed) == {4} and not of(models[0]).broken
+    assert len(replayed) >= 4 and set(replayed) == {2} and not of(models[0]).broken
 
 
 class GivesEachItsOwn(torch.nn.Module):

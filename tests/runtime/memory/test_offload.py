@@ -135,22 +135,6 @@ def test_each_backward_copies_each_byte_back_once():
         assert (report["bytes_out"], report["bytes_back"]) == (out, number * out)
 
 
-@pytest.mark.parametrize("order", [(0, 1), None])
-def test_two_forwards_then_two_backwards(order):
-    offload = make_offload()
-    stack, reference = offloaded(offload), Stack()
-    for model in (stack, reference):
-        losses = [model(inputs(0)), model(inputs(1))]
-        if order is None:
-            sum(losses).backward()
-        else:
-            for i in order:
-                losses[i].backward()
-    del losses
-    assert all(map(torch.equal, stack.gradients(), reference.gradients()))
-    assert empty(offload)
-
-
 def test_forward_without_backward_frees_everything():
     offload = make_offload()
     stack = offloaded(offload)

@@ -11,7 +11,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_close
-from tests.support.models.images import adapted, images_of, qwen2_5_vl
+from tests.support.models.images import adapted, attending, images_of, qwen2_5_vl
 from tests.support.notes import fell_back
 from tunecompile.integrations.kernel_functions.bounds import Fork, fork_of
 from tunecompile.runtime.unpad.image_bounds import ImageBounds, read_bounds
@@ -66,7 +66,7 @@ def test_other_numbers_and_sizes_of_images_are_one_graph():
 def test_rows_behind_images_are_of_any_length_from_the_first_batch_on():
     """A second graph for the second size of images would take 15 s of a 4B's second step. The first rows are as long as
     the model is wide, by chance."""
-    ours = optimized(adapted(qwen2_5_vl)[0])
+    ours = optimized(attending(adapted(qwen2_5_vl)[0]))
     for grids in ([(1, 10, 20)] * 2, [(1, 8, 4)] * 2):
         zoo.step(ours, images_of(grids))
     report = tunecompile.report(ours)

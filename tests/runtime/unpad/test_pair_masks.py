@@ -1,6 +1,5 @@
 """Masks of long rows are recorded as what they are computed of, and computed where somebody reads them."""
 
-import contextlib
 import copy
 import pickle
 from functools import partial
@@ -251,30 +250,6 @@ def test_a_number_for_a_gpu_is_not_waited_for(value, dtype, monkeypatch):
         make(device="cpu", dtype=dtype) for make in (partial(torch.tensor, value), partial(torch.full, (), value))
     )
     assert found.dtype == expected.dtype and torch.equal(found, expected)
-
-
-def test_other_tensors_are_made_as_they_were(monkeypatch):
-    monkeypatch.setattr(torch, "full", None)
-    for make in (
-        lambda: torch.tensor(1.0),
-        lambda: torch.tensor(1.0, device="cpu"),
-        lambda: torch.tensor([1.0], device="meta"),
-        lambda: torch.tensor(1.0, device="meta", requires_grad=True),
-    ):
-        assert made(make).numel() == 1
-
-
-@pytest.mark.parametrize("value, filled", [(torch.finfo(torch.float64).min, 0), (torch.finfo(torch.float32).min, 1)])
-def test_a_number_that_is_rounded_to_infinity_is_copied(value, filled, monkeypatch):
-    """`full` refuses it."""
-    asked = []
-    monkeypatch.setattr(torch, "full", lambda *given, **named: asked.append(given))
-    with contextlib.suppress(RuntimeError, AssertionError):  # of torch without a GPU
-        made(lambda: torch.tensor(value, device="cuda", dtype=torch.float32))
-    assert len(asked) == filled
-    with pytest.raises(RuntimeError):
-        monkeypatch.undo()
-        torch.full((), torch.finfo(torch.float64).min, dtype=torch.float32)
 
 
 def test_queries_may_be_fewer_than_keys(small):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support import zoo
 from tests.support.batches import branches
@@ -35,9 +34,7 @@ def with_images(same: bool, seed=0) -> dict:
 
 
 def model():
-    made = images.adapted(images.qwen2_5_vl)[0].double()
-    for layer in made.get_base_model().model.language_model.layers:
-        layer.mlp = nn.Identity()
+    made = images.attending(images.adapted(images.qwen2_5_vl)[0].double())
     made.enable_input_require_grads()
     made.gradient_checkpointing_enable({"use_reentrant": False})
     return made

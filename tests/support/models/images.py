@@ -215,6 +215,13 @@ def adapted(make) -> tuple[nn.Module, dict]:
     return zoo.adapt(model, target_modules=targets, task_type="SEQ_2_SEQ_LM" if make is t5 else None), inputs
 
 
+def attending(model: nn.Module) -> nn.Module:
+    """The model, whose layers of text do nothing but attend: these are traced twice as fast."""
+    for layer in model.get_base_model().model.language_model.layers:
+        layer.mlp = nn.Identity()
+    return model
+
+
 def padded(inputs: dict) -> dict:
     """The same batch, whose second row ends early."""
     made = {**copy.deepcopy(inputs), "attention_mask": torch.ones_like(inputs["input_ids"])}
