@@ -1,18 +1,23 @@
 """DoRA as PEFT writes it: the norms of adapted weights without an identity, and magnitudes beside an adapted linear. It is traced in one piece."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.passes import run
 from tests.support.passes.functions import operands, peft_block, rows_of, trained_block
-from tests.support.passes.run import check, family, random
+from tests.support.passes.run import family, random
 from tunecompile._torch.fake_tensors import make_fx
 from tunecompile.integrations.peft.trace import substitute
 from tunecompile.ops import adapted_norm
 from tunecompile.planner.candidates import expensive_nodes
 
+
 PASSES, GROUPED = family("dora", "lora"), family("nf4", "dora", "lora", "grouped_linear")
+check = partial(run.check, passes=PASSES)
 
 
 def norms(w, a, b, scale=0.5):
@@ -37,16 +42,16 @@ ALL = {"adapted_norm": 1, "lora_linear": 1}
 @pytest.mark.parametrize("bias", [False, True])
 def test_matches(bias):
     own = [random(6)] if bias else []
-    check(dora, random(2, 3, 8), *operands(), random(6), *own, passes=PASSES, expect=ALL)
-    check(dora, random(2, 3, 8), *operands(), random(6), *own, passes=PASSES, expect=ALL, rows=(0, 1), whole=False)
+    check(dora, random(2, 3, 8), *operands(), random(6), *own, expect=ALL)
+    check(dora, random(2, 3, 8), *operands(), random(6), *own, expect=ALL, rows=(0, 1), whole=False)
     half = [t.to(torch.bfloat16).detach().requires_grad_(t.requires_grad) for t in (*operands(), random(6), *own)]
-    check(dora, random(2, 3, 8, dtype=torch.bfloat16), *half, passes=PASSES, expect=ALL, tol=3e-2)
+    check(dora, random(2, 3, 8, dtype=torch.bfloat16), *half, expect=ALL, tol=3e-2)
 
 
 def test_autocast():
     """The sum is fp32: so is the magnitude."""
     with torch.autocast("cpu", torch.bfloat16):
-        seen = check(dora, random(2, 3, 8), *operands(), random(6), passes=PASSES, expect=ALL, tol=2e-2)
+        seen = check(dora, random(2, 3, 8), *operands(), random(6), expect=ALL, tol=2e-2)
     assert not seen.refused
 
 
@@ -56,7 +61,7 @@ def of_rows(x, w, a, b, m, bias):
 
 
 def test_rows():
-    check(of_rows, random(2, 3, 8), *operands(), random(6), random(6), passes=PASSES, expect=ALL)
+    check(of_rows, random(2, 3, 8), *operands(), random(6), random(6), expect=ALL)
 
 
 def wrong(change):
@@ -89,14 +94,7 @@ NOT_THE_SUM = {
 @pytest.mark.parametrize("name", NOT_THE_SUM)
 def test_another_sum(name):
     check(
-        NOT_THE_SUM[name],
-        random(2, 3, 8),
-        *operands(),
-        random(6),
-        random(6),
-        passes=PASSES,
-        expect={"adapted_norm": 1},
-        whole=False,
+        NOT_THE_SUM[name], random(2, 3, 8), *operands(), random(6), random(6), expect={"adapted_norm": 1}, whole=False
     )
 
 
@@ -133,7 +131,7 @@ def test_another_norm(name):
     def fn(x, w, a, b, m):
         return dora(x, w, a, b, m, norm=NOT_THE_NORM[name])
 
-    check(fn, random(2, 3, 8), *operands(), random(6), passes=PASSES, expect={"lora_linear": 1}, whole=False)
+    check(fn, random(2, 3, 8), *operands(), random(6), expect={"lora_linear": 1}, whole=False)
 
 
 # PEFT itself

@@ -1,17 +1,21 @@
 """LayerNorm in the spellings of real models, near misses, and the residual add before it."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.passes import run, traced
 from tests.support.passes.norms import centred_norm
-from tests.support.passes.run import check, family, random
-from tests.support.passes.traced import recognized
+from tests.support.passes.run import family, random
 from tunecompile.ops import layer_norm
 from tunecompile.passes.recognize.norms.layer_norm import anchors
 
 PASSES = family("layer_norm", "add_layer_norm", "rms_norm")
+recognized = partial(traced.recognized, passes=PASSES)
+check = partial(run.check, passes=PASSES)
 EPS = 1e-3
 
 
@@ -68,13 +72,13 @@ SPELLINGS = [functional, keywords, torchs, without_bias, one_plus, bare_in_fp32,
 def test_matches(spelling, dtype):
     args = random(2, 3, 8, dtype=dtype), random(8, dtype=dtype), random(8, dtype=dtype)
     tol = 1e-5 if dtype == torch.float32 else 1.2e-2
-    check(spelling, *args, passes=PASSES, expect={"layer_norm": 1}, tol=tol)
+    check(spelling, *args, expect={"layer_norm": 1}, tol=tol)
 
 
 def test_module_and_changing_sizes():
     module = nn.LayerNorm(8)
     parameters = list(module.parameters())
-    check(module, random(2, 3, 8), passes=PASSES, parameters=parameters, expect={"layer_norm": 1}, dynamic=True)
+    check(module, random(2, 3, 8), parameters=parameters, expect={"layer_norm": 1}, dynamic=True)
 
 
 def two_dims(x, w, b):
@@ -108,19 +112,19 @@ def statistics_read(x, w, b):
 
 @pytest.mark.parametrize("mutation", [two_dims, of_another, another_mean, unbiased, statistics_read])
 def test_does_not_match(mutation):
-    check(mutation, random(8, 8), random(8), random(8), passes=PASSES, expect={})
+    check(mutation, random(8, 8), random(8), random(8), expect={})
 
 
 def test_of_another_dtype():
     """Whether it matches or not: values and dtypes are eager's."""
     for fn in (functional, result_in_fp32):
         x, w, b = random(2, 8, dtype=torch.bfloat16), random(8), random(8)
-        check(fn, x, w, b, passes=PASSES, tol=1.2e-2)
+        check(fn, x, w, b, tol=1.2e-2)
 
 
 def test_weight_of_heads_does_not_match():
     """Cohere's queries and keys have a row of weights each."""
-    check(cohere, random(2, 3, 8), random(3, 8), random(8), passes=PASSES, expect={})
+    check(cohere, random(2, 3, 8), random(3, 8), random(8), expect={})
 
 
 def residual(x, r, w, b):
@@ -130,9 +134,9 @@ def residual(x, r, w, b):
 
 def test_residual():
     four = random(2, 3, 8), random(2, 3, 8), random(8), random(8)
-    check(residual, *four, passes=PASSES, expect={"add_layer_norm": 1})
-    check(lambda *args: residual(*args)[0], *four, passes=PASSES, expect={"add_layer_norm": 1})
-    check(residual, random(2, 3, 8), random(8), random(8), random(8), passes=PASSES, expect={"layer_norm": 1})
+    check(residual, *four, expect={"add_layer_norm": 1})
+    check(lambda *args: residual(*args)[0], *four, expect={"add_layer_norm": 1})
+    check(residual, random(2, 3, 8), random(8), random(8), random(8), expect={"layer_norm": 1})
 
 
 def test_never_across_a_mutation():
@@ -142,14 +146,14 @@ def test_never_across_a_mutation():
         y.add_(1)
         return w * ((y - mean) * torch.rsqrt((y - mean).pow(2).mean(-1, keepdim=True) + EPS))
 
-    check(fn, *(random(*shape, grad=False) for shape in ((4, 8), (8,), (8,))), passes=PASSES, expect={})
+    check(fn, *(random(*shape, grad=False) for shape in ((4, 8), (8,), (8,))), expect={})
 
 
 @pytest.mark.parametrize("spelling", [bare_in_fp32, in_fp32, cohere, shared])
 def test_a_norm_that_is_computed_in_fp32_reads_x_itself(spelling):
     """The op widens by itself: a copy in fp32 would be saved for the backward."""
     args = random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16)
-    graph, _ = recognized(spelling, *args, passes=PASSES, expect={"layer_norm": 1}, tol=1.2e-2)
+    graph, _ = recognized(spelling, *args, expect={"layer_norm": 1}, tol=1.2e-2)
     (node,) = [node for node in graph.nodes if node.target is layer_norm.overload]
     assert node.args[0].op == "placeholder" and list(node.args[0].users) == [node]
     assert node.args[4] is torch.bfloat16  # as its template takes gradients
@@ -167,7 +171,7 @@ def written_in_fp64(x, w, b):
 @pytest.mark.parametrize("spelling", [in_fp64, written_in_fp64])
 def test_a_norm_that_is_computed_in_fp64_reads_the_wide_copy(spelling):
     args = random(2, 3, 8), random(8), random(8)
-    graph, _ = recognized(spelling, *args, passes=PASSES)
+    graph, _ = recognized(spelling, *args)
     for node in graph.nodes:
         assert node.target is not layer_norm.overload or node.args[0].target == "to"
 
@@ -186,7 +190,7 @@ def shared_unrounded(x, w):
 def test_a_result_that_stays_in_fp32(spelling):
     """The op gives fp32 for x in bf16: rounded, it would be off by 2e-3. x itself is what it reads, and saves."""
     x, w = random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16)
-    graph, _ = recognized(spelling, x, w, passes=PASSES, expect={"layer_norm": 1})
+    graph, _ = recognized(spelling, x, w, expect={"layer_norm": 1})
     (node,) = [node for node in graph.nodes if node.target is layer_norm.overload]
     assert node.args[0].op == "placeholder" and node.args[4] is torch.float32
 
@@ -198,7 +202,7 @@ def test_a_result_that_is_rounded_and_then_widened():
     def fn(x, w, b):
         return functional(x, w, b).float()
 
-    graph, _ = recognized(fn, *args, passes=PASSES, expect={"layer_norm": 1}, tol=1.2e-2)
+    graph, _ = recognized(fn, *args, expect={"layer_norm": 1}, tol=1.2e-2)
     (node,) = [node for node in graph.nodes if node.target is layer_norm.overload]
     assert node.args[4] is torch.bfloat16 and [user.target for user in node.users] == ["to"]
 
@@ -209,7 +213,7 @@ def moved(x, w, b):
 
 def test_a_move_to_a_device_is_no_cast():
     """The op would read x where it was, and leave its result there."""
-    graph, _ = recognized(moved, random(2, 3, 8), random(8), random(8), passes=PASSES, expect={"layer_norm": 1})
+    graph, _ = recognized(moved, random(2, 3, 8), random(8), random(8), expect={"layer_norm": 1})
     (node,) = [node for node in graph.nodes if node.target is layer_norm.overload]
     assert node.args[0].target == "to" and [user.target for user in node.users] == ["to"]
 
@@ -234,7 +238,7 @@ def test_statistics_in_half_precision_stay(twice, rounded):
 
     for dtype, ops in ((torch.bfloat16, {}), (torch.float32, {"layer_norm": 1})):
         given = torch.randn(2, 3, 8).to(dtype).requires_grad_(), torch.randn(8).to(dtype).requires_grad_()
-        recognized(fn, *given, passes=PASSES, expect=ops, tol=1.2e-2)
+        recognized(fn, *given, expect=ops, tol=1.2e-2)
 
 
 def roots(x, w, b):

@@ -1,18 +1,22 @@
 """LayerNorm under autocast, which on a GPU gives fp32 for x in half precision: as a Trainer with bf16=True runs it."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 from tests.support.autocast import norms_as_on_a_gpu
+from tests.support.passes import run
 from tests.support.passes.norms import centred_norm
-from tests.support.passes.run import check, family, random
+from tests.support.passes.run import family, random
 from tunecompile.compiler.backend import Backend
 from tunecompile.ops import add_layer_norm, layer_norm
 from tunecompile.passes import PIPELINE
 
 PASSES = family("layer_norm", "add_layer_norm")
+check = partial(run.check, passes=PASSES)
 BF16, FP32 = torch.bfloat16, torch.float32
 EPS = 1e-3
 TOL = 1.2e-2
@@ -86,7 +90,7 @@ CASES = {
 def seen(fn, *args, **options):
     """What the passes made of a function under autocast."""
     with torch.autocast("cpu", BF16):
-        return check(fn, *args, passes=PASSES, tol=TOL, **options)
+        return check(fn, *args, tol=TOL, **options)
 
 
 @pytest.mark.parametrize("weights", [BF16, FP32], ids=str)
@@ -113,7 +117,7 @@ def test_values_in_fp32_are_not_rounded():
     """Rounded to bf16 and widened again, they would be off by 2e-3."""
     x, w, b, _ = given()
     with torch.autocast("cpu", BF16):
-        check(norm, x, w, b, passes=PASSES, expect={"layer_norm": 1}, tol=1e-6)
+        check(norm, x, w, b, expect={"layer_norm": 1}, tol=1e-6)
 
 
 @pytest.mark.parametrize("narrow", [torch.float16, torch.float8_e4m3fn], ids=str)
@@ -127,16 +131,14 @@ def test_x_that_is_rounded_before_is_not_read_unrounded(narrow, rounded):
 
     x, w, b, _ = given(trained=False)
     with torch.autocast("cpu", BF16):
-        found = check(fn, x.detach(), w, b, passes=PASSES, tol=1e-6, whole=False)
+        found = check(fn, x.detach(), w, b, tol=1e-6, whole=False)
     nodes = [each for each in found.graphs[0].nodes if each.target is layer_norm.overload]
     assert all(each.args[0].target == "to" for each in nodes)
 
 
 def test_whole_numbers_are_read_as_they_are_cast():
     with torch.autocast("cpu", BF16):
-        found = check(
-            lambda n, w, b: norm(n.to(FP32), w, b), torch.randint(9, (2, 8)), random(8), random(8), passes=PASSES
-        )
+        found = check(lambda n, w, b: norm(n.to(FP32), w, b), torch.randint(9, (2, 8)), random(8), random(8))
     (node,) = [each for each in found.graphs[0].nodes if each.target is layer_norm.overload]
     assert node.args[0].target == "to"
 

@@ -1,15 +1,18 @@
 """Norms that rows of the batch scale and shift (adaLN), in the spellings of real models, near misses, and residual sums."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.support.autocast import norms_as_on_a_gpu
+from tests.support.passes import traced
 from tests.support.passes.run import check, family, random
-from tests.support.passes.traced import recognized
 from tunecompile.ops import add_modulated_norm, modulated_norm
 
 PASSES = family("layer_norm", "rms_norm", "modulated_norm", "add_modulated_norm", "add_layer_norm", "add_rms_norm")
+recognized = partial(traced.recognized, passes=PASSES)
 ROWS, TOKENS, WIDTH, EPS = 2, 3, 8, 1e-3
 
 
@@ -62,9 +65,7 @@ def given(dtype=torch.float32):
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_matches(spelling, dtype):
     tol = 1e-5 if dtype == torch.float32 else 1.6e-2
-    graph, context = recognized(
-        spelling, *given(dtype), passes=PASSES, expect={"modulated_norm": 1}, tol=tol, tidy=True
-    )
+    graph, context = recognized(spelling, *given(dtype), expect={"modulated_norm": 1}, tol=tol, tidy=True)
     (node,) = graph.find_nodes(op="call_function", target=modulated_norm.overload)
     assert node.args[0].op == "placeholder" and node.args[6] == dtype
     assert node.args[4:6] == (float(spelling is not one_before_view), spelling not in (ltx, written_out))
@@ -100,7 +101,7 @@ def norm_read_twice(x, scale, shift):
 
 @pytest.mark.parametrize("mutation", [with_weight, by_token, shifted_by_token, by_column, norm_read_twice])
 def test_does_not_match(mutation):
-    recognized(mutation, *given(), passes=PASSES, expect={"layer_norm": 1})
+    recognized(mutation, *given(), expect={"layer_norm": 1})
 
 
 def subtracted(x, scale, shift):
@@ -108,14 +109,14 @@ def subtracted(x, scale, shift):
 
 
 def test_another_factor_is_taken_as_it_is():
-    graph, _ = recognized(subtracted, *given(), passes=PASSES, expect={"modulated_norm": 1})
+    graph, _ = recognized(subtracted, *given(), expect={"modulated_norm": 1})
     (node,) = graph.find_nodes(op="call_function", target=modulated_norm.overload)
     assert node.args[4] == 0.0
 
 
 def test_scales_in_fp64_are_not_rounded():
     x, scale, shift = random(ROWS, TOKENS, WIDTH), *(random(ROWS, WIDTH, dtype=torch.float64) for _ in range(2))
-    recognized(flux, x, scale, shift, passes=PASSES, expect={"layer_norm": 1})
+    recognized(flux, x, scale, shift, expect={"layer_norm": 1})
 
 
 def block(x, branch, gate, scale, shift):
@@ -133,7 +134,7 @@ def test_residual(dtype):
 
 def test_a_sum_that_broadcasts_is_apart():
     args = random(1, TOKENS, WIDTH), random(ROWS, TOKENS, WIDTH), *(random(ROWS, WIDTH) for _ in range(3))
-    graph, _ = recognized(block, *args, passes=PASSES, expect={"modulated_norm": 1})
+    graph, _ = recognized(block, *args, expect={"modulated_norm": 1})
     assert not graph.find_nodes(op="call_function", target=add_modulated_norm.overload)
 
 

@@ -1,16 +1,20 @@
 """RMSNorm in the spellings of real models."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.passes import run
 from tests.support.passes.norms import EPS, llama_norm, stat
-from tests.support.passes.run import check, family, random
+from tests.support.passes.run import family, random
 from tests.support.passes.traced import recognized
 from tunecompile.ops import rms_norm
 
 PASSES = family("rms_norm")
+check = partial(run.check, passes=PASSES)
 
 
 def swapped(x, w):
@@ -125,7 +129,6 @@ def test_matches(spelling, dtype):
         spelling,
         random(2, 3, 8, dtype=dtype),
         random(8, dtype=dtype),
-        passes=PASSES,
         expect={"rms_norm": 1},
         tol=1e-5 if dtype == torch.float32 else 1.2e-2,
     )
@@ -135,7 +138,7 @@ def test_matches(spelling, dtype):
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_weight_of_another_dtype(spelling, dtypes):
     """Whether it matches or not: values and dtypes are eager's."""
-    check(spelling, random(2, 3, 8, dtype=dtypes[0]), random(8, dtype=dtypes[1]), passes=PASSES, tol=1.2e-2)
+    check(spelling, random(2, 3, 8, dtype=dtypes[0]), random(8, dtype=dtypes[1]), tol=1.2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -146,7 +149,6 @@ def test_torch_module(eps, dtype):
     check(
         module,
         random(2, 3, 8, dtype=dtype, scale=1e-3),
-        passes=PASSES,
         parameters=list(module.parameters()),
         expect={"rms_norm": 1},
         tol=1e-5 if dtype == torch.float32 else 1.2e-2,
@@ -161,28 +163,23 @@ def test_torch_module(eps, dtype):
     ],
 )
 def test_dynamic_shapes(fn):
-    check(fn, random(2, 3, 8), random(8), passes=PASSES, expect={"rms_norm": 1}, dynamic=True)
+    check(fn, random(2, 3, 8), random(8), expect={"rms_norm": 1}, dynamic=True)
 
 
 def test_a_dynamic_epsilon_is_made_a_constant():
-    check(functional, random(2, 3, 8), random(8), passes=PASSES, dynamic=True)
+    check(functional, random(2, 3, 8), random(8), dynamic=True)
 
 
 def test_several_in_a_row_through_other_work():
     def fn(x, w, v):
         return llama_norm(torch.sin(llama_norm(x, w)), v) + gemma(x, v)
 
-    check(fn, random(2, 3, 8), random(8), random(8), passes=PASSES, expect={"rms_norm": 3})
+    check(fn, random(2, 3, 8), random(8), random(8), expect={"rms_norm": 3})
 
 
 def test_a_norm_of_a_norm():
     check(
-        lambda x, w, v: llama_norm(llama_norm(x, w), v),
-        random(2, 3, 8),
-        random(8),
-        random(8),
-        passes=PASSES,
-        expect={"rms_norm": 2},
+        lambda x, w, v: llama_norm(llama_norm(x, w), v), random(2, 3, 8), random(8), random(8), expect={"rms_norm": 2}
     )
 
 
@@ -193,7 +190,6 @@ def test_weight_of_another_shape(shape):
         llama_norm,
         random(2, 8, 8) if shape != (3, 1) else random(2, 3, 8),
         random(*shape),
-        passes=PASSES,
         expect={"rms_norm": 1},
         tol=1e-5,
     )
@@ -207,14 +203,7 @@ def test_unrounded_result():
         h = x.float()
         return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS) * w
 
-    check(
-        fn,
-        random(2, 3, 8, dtype=torch.bfloat16),
-        random(8, dtype=torch.bfloat16),
-        passes=PASSES,
-        expect={"rms_norm": 1},
-        tol=1e-2,
-    )
+    check(fn, random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), expect={"rms_norm": 1}, tol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +216,12 @@ def test_unrounded_result():
     ],
 )
 def test_spellings_not_known_yet_are_right(fn):
-    check(fn, random(4, 8), random(8), passes=PASSES)
+    check(fn, random(4, 8), random(8))
 
 
 @pytest.mark.parametrize("spelling", [divided, read_twice, in_fp64])
 def test_a_norm_without_a_weight_ends_where_its_result_is_read(spelling):
-    check(spelling, random(2, 3, 8), random(8), passes=PASSES, expect={"rms_norm": 1}, tol=1e-5)
+    check(spelling, random(2, 3, 8), random(8), expect={"rms_norm": 1}, tol=1e-5)
 
 
 TOLD = [(gemma, 1.0, False), (gemma_backwards, 1.0, False), (olmo, 0.0, False), (t5, 0.0, True), (swapped, 0.0, True)]

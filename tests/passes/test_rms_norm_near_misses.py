@@ -1,13 +1,17 @@
 """What is nearly an RMSNorm, and what changes in the middle of one: neither matches."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.passes import run
 from tests.support.passes.norms import EPS, stat
-from tests.support.passes.run import check, family, random
+from tests.support.passes.run import family, random
 
 PASSES = family("rms_norm")
+check = partial(run.check, passes=PASSES)
 
 
 def eps_outside(x, w):
@@ -109,28 +113,19 @@ MUTATIONS = [
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_does_not_match(mutation):
-    check(
-        mutation,
-        random(8, 8),
-        random(8),
-        passes=PASSES,
-        expect={},
-        tol=1e-5 if mutation is not narrow_then_wide else 5e-3,
-    )
+    check(mutation, random(8, 8), random(8), expect={}, tol=1e-5 if mutation is not narrow_then_wide else 5e-3)
 
 
 def test_narrow_statistics():
     def fn(x, w):
         return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
 
-    check(
-        fn, random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), passes=PASSES, expect={}, tol=2e-2
-    )
+    check(fn, random(2, 3, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16), expect={}, tol=2e-2)
 
 
 def test_torch_norm_of_several_dims():
-    check(lambda x, w: F.rms_norm(x, (3, 8), w, EPS), random(2, 3, 8), random(3, 8), passes=PASSES, expect={})
-    check(lambda x, w, b: F.layer_norm(x, (8,), w, b), random(2, 3, 8), random(8), random(8), passes=PASSES, expect={})
+    check(lambda x, w: F.rms_norm(x, (3, 8), w, EPS), random(2, 3, 8), random(3, 8), expect={})
+    check(lambda x, w, b: F.layer_norm(x, (8,), w, b), random(2, 3, 8), random(8), random(8), expect={})
 
 
 def between(mutate):
@@ -159,7 +154,7 @@ def between(mutate):
     ],
 )
 def test_never_across_a_mutation(mutate):
-    check(between(mutate), random(4, 8, grad=False), random(8, grad=False), passes=PASSES, expect={})
+    check(between(mutate), random(4, 8, grad=False), random(8, grad=False), expect={})
 
 
 def test_never_across_a_change_of_grad_mode():
@@ -168,15 +163,14 @@ def test_never_across_a_change_of_grad_mode():
             scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
         return w * (x * scale)
 
-    check(fn, random(4, 8), random(8), passes=PASSES, expect={})
+    check(fn, random(4, 8), random(8), expect={})
 
 
 def test_detached_statistics():
-    check(lambda x, w: w * (x * stat(x, w).detach()), random(4, 8), random(8), passes=PASSES, expect={})
+    check(lambda x, w: w * (x * stat(x, w).detach()), random(4, 8), random(8), expect={})
     check(
         lambda x, w: w * (x * torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + EPS)),
         random(4, 8),
         random(8),
-        passes=PASSES,
         expect={},
     )

@@ -1,10 +1,15 @@
 """Rotary embedding as a product of complex numbers, in the spellings of real models, and what is no such rotation."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from tests.support.passes import run
 from tests.support.passes.rope import PASSES, Heads
-from tests.support.passes.run import check, random
+from tests.support.passes.run import random
+
+check = partial(run.check, passes=PASSES)
 
 
 def angles(*shape, dtype=torch.float32):
@@ -49,7 +54,6 @@ def test_matches(spelling, dtype):
         random(2, 5, 4, 8, dtype=dtype),
         random(2, 5, 2, 8, dtype=dtype),
         angles(1, 5, 4),
-        passes=PASSES,
         expect={"rope": 2},
         tol=1e-6 if dtype == torch.float32 else 1e-2,
     )
@@ -61,27 +65,19 @@ def test_heads_before_the_length():
     def fn(x, turns):
         return torch.view_as_real(numbers(x) * turns.unsqueeze(1)).flatten(3).type_as(x)
 
-    check(fn, random(2, 4, 5, 8), angles(2, 5, 4), passes=PASSES, expect={"rope": 1}, tol=1e-6)
+    check(fn, random(2, 4, 5, 8), angles(2, 5, 4), expect={"rope": 1}, tol=1e-6)
 
 
 def test_double_precision():
     def fn(x, turns):
         return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * turns).flatten(-2)
 
-    check(
-        fn,
-        random(2, 5, 8, dtype=torch.float64),
-        angles(5, 4, dtype=torch.float64),
-        passes=PASSES,
-        expect={"rope": 1},
-        tol=1e-14,
-    )
-    check(fn, random(2, 5, 8), angles(5, 4, dtype=torch.float64), passes=PASSES, expect={"rope": 1}, tol=1e-6)
+    check(fn, random(2, 5, 8, dtype=torch.float64), angles(5, 4, dtype=torch.float64), expect={"rope": 1}, tol=1e-14)
+    check(fn, random(2, 5, 8), angles(5, 4, dtype=torch.float64), expect={"rope": 1}, tol=1e-6)
     check(
         lambda x, turns: fn(x.float(), turns),
         random(2, 5, 8, dtype=torch.float64),
         angles(5, 4),
-        passes=PASSES,
         expect={"rope": 1},
         tol=1e-6,
     )  # of x as it was rounded
@@ -92,7 +88,7 @@ def test_scaled_tables_made_in_the_region():
         turns = torch.polar(torch.ones_like(f), f) * 1.5
         return torch.view_as_real(numbers(x) * turns).flatten(-2)
 
-    check(fn, random(2, 5, 8), torch.rand(5, 4), passes=PASSES, expect={"rope": 1}, tol=1e-6)
+    check(fn, random(2, 5, 8), torch.rand(5, 4), expect={"rope": 1}, tol=1e-6)
 
 
 def test_dynamic_shapes():
@@ -102,7 +98,6 @@ def test_dynamic_shapes():
         random(2, 5, 6),
         angles(2, 5, 4),
         torch.zeros(1),
-        passes=PASSES,
         expect={"rope": 2},
         dynamic=True,
         parameters=list(heads.parameters()),
@@ -138,7 +133,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_does_not_match(name):
     fn, reason = OTHERS[name]
-    seen = check(fn, random(2, 5, 8), angles(5, 4), passes=PASSES, expect={})
+    seen = check(fn, random(2, 5, 8), angles(5, 4), expect={})
     assert len(seen.refused) == 1 and (reason or "") in seen.refused[0], seen.refused
 
 
@@ -146,7 +141,7 @@ def test_trained_turns():
     def fn(x, f):
         return torch.view_as_real(numbers(x) * torch.polar(torch.ones_like(f), f)).flatten(-2)
 
-    check(fn, random(2, 5, 8), random(5, 4), passes=PASSES, expect={})
+    check(fn, random(2, 5, 8), random(5, 4), expect={})
 
 
 def test_two_numbers_in_one_product():
@@ -155,6 +150,6 @@ def test_two_numbers_in_one_product():
     def fn(x, y):
         return torch.view_as_real(numbers(x) * numbers(y)).flatten(-2)
 
-    check(fn, random(5, 8), random(5, 8, grad=False), passes=PASSES, expect={"rope": 1}, tol=1e-6)
-    check(fn, random(5, 8, grad=False), random(5, 8), passes=PASSES, expect={"rope": 1}, tol=1e-6)
-    check(fn, random(5, 8), random(5, 8), passes=PASSES, expect={})
+    check(fn, random(5, 8), random(5, 8, grad=False), expect={"rope": 1}, tol=1e-6)
+    check(fn, random(5, 8, grad=False), random(5, 8), expect={"rope": 1}, tol=1e-6)
+    check(fn, random(5, 8), random(5, 8), expect={})

@@ -1,10 +1,15 @@
 """Rotary embedding of pairs that lie beside each other, in the spellings of real models, and what is no such rotation."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from tests.support.passes import run
 from tests.support.passes.rope import PASSES, H, Heads, rotate_half, tables, turned
-from tests.support.passes.run import check, random
+from tests.support.passes.run import random
+
+check = partial(run.check, passes=PASSES)
 
 
 def repeated(length=5, dim=8, dtype=torch.float32, rows=1):
@@ -37,7 +42,7 @@ def test_pairs(name):
     def fn(q, k, c, s):
         return q * c + PAIRS[name](q) * s, s * PAIRS[name](k) + c * k
 
-    check(fn, random(2, 4, 5, 8), random(2, 2, 5, 8), *repeated(), passes=PASSES, expect={"rope": 2})
+    check(fn, random(2, 4, 5, 8), random(2, 2, 5, 8), *repeated(), expect={"rope": 2})
 
 
 def in_pairs(x):
@@ -56,12 +61,7 @@ def in_pairs(x):
 )
 def test_pairs_in_other_dtypes(dtypes):
     check(
-        turned(in_pairs),
-        random(2, 4, 5, 8, dtype=dtypes[0]),
-        *repeated(dtype=dtypes[1]),
-        passes=PASSES,
-        expect={"rope": 1},
-        tol=1e-2,
+        turned(in_pairs), random(2, 4, 5, 8, dtype=dtypes[0]), *repeated(dtype=dtypes[1]), expect={"rope": 1}, tol=1e-2
     )
 
 
@@ -97,14 +97,13 @@ def test_pairs_that_are_cast(spelling, dtypes):
         spelling,
         random(2, 4, 5, 8, dtype=dtypes[0]),
         *repeated(dtype=dtypes[1]),
-        passes=PASSES,
         expect={} if narrowed else {"rope": 1},
         tol=1e-2,
     )
 
 
 def test_pairs_of_which_one_side_is_cast():
-    check(cast_partly, random(2, 4, 5, 8, dtype=torch.bfloat16), *repeated(), passes=PASSES, expect={}, tol=1e-2)
+    check(cast_partly, random(2, 4, 5, 8, dtype=torch.bfloat16), *repeated(), expect={}, tol=1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -119,7 +118,7 @@ def test_pairs_in_a_part_of_each_head(rows):
             made.append(torch.cat([(turn * cos) + (in_pairs(turn) * sin), rest], dim=-1))
         return tuple(made)
 
-    check(fn, random(2, 4, 5, 12), random(2, 2, 5, 12), *tables(rows=rows), passes=PASSES, expect={"rope": 2})
+    check(fn, random(2, 4, 5, 12), random(2, 2, 5, 12), *tables(rows=rows), expect={"rope": 2})
 
 
 def test_pairs_before_heads_are_transposed():
@@ -129,20 +128,14 @@ def test_pairs_before_heads_are_transposed():
         c, s = (torch.repeat_interleave(t[:, :, None, :], 2, 3) for t in (c, s))
         return (x * c) + (PAIRS["full slices"](x) * s)
 
-    check(fn, random(2, 5, 4, 8), torch.randn(1, 5, 4), torch.randn(1, 5, 4), passes=PASSES, expect={"rope": 1})
+    check(fn, random(2, 5, 4, 8), torch.randn(1, 5, 4), torch.randn(1, 5, 4), expect={"rope": 1})
 
 
 def test_pairs_with_dynamic_shapes():
     turn = PAIRS["full slices"]
     heads = Heads(lambda q, k, cos, sin: (q * cos + turn(q) * sin, k * cos + turn(k) * sin))
     check(
-        heads,
-        random(2, 5, 6),
-        *repeated(rows=2),
-        passes=PASSES,
-        expect={"rope": 2},
-        dynamic=True,
-        parameters=list(heads.parameters()),
+        heads, random(2, 5, 6), *repeated(rows=2), expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters())
     )
 
 
@@ -167,7 +160,6 @@ def test_pairs_and_tables_of_half_the_width(dtype):
         random(2, 4, 5, 8, dtype=dtype),
         random(2, 2, 5, 8, dtype=dtype),
         *halved(),
-        passes=PASSES,
         expect={"rope": 2},
         tol=1e-5 if dtype == torch.float32 else 1e-2,
     )
@@ -195,7 +187,7 @@ NOT_APART = {
 
 @pytest.mark.parametrize("name", NOT_APART)
 def test_no_pairs_by_tables_of_half_the_width(name):
-    seen = check(NOT_APART[name], random(2, 4, 5, 8), *halved(), passes=PASSES, expect={})
+    seen = check(NOT_APART[name], random(2, 4, 5, 8), *halved(), expect={})
     assert len(seen.refused) == 1, seen.refused
 
 
@@ -245,42 +237,37 @@ NO_PAIRS = {
 @pytest.mark.parametrize("name", NO_PAIRS)
 def test_no_pairs(name):
     fn, reason = NO_PAIRS[name]
-    seen = check(fn, random(2, 4, 8, 8), torch.randn(8, 8), torch.randn(8, 8), passes=PASSES, expect={})
+    seen = check(fn, random(2, 4, 8, 8), torch.randn(8, 8), torch.randn(8, 8), expect={})
     assert len(seen.refused) == 1 and (reason or "") in seen.refused[0], seen.refused
 
 
 def test_every_third():
     fn = turned(lambda x: torch.stack((-x[..., 1::3], x[..., ::3]), -1).flatten(-2))
     seen = check(
-        fn, random(2, 4, 5, 2), torch.randn(5, 2), torch.randn(5, 2), passes=PASSES, expect={}
+        fn, random(2, 4, 5, 2), torch.randn(5, 2), torch.randn(5, 2), expect={}
     )  # of two they are the same elements, which nobody writes so
     assert "not split into every second" in seen.refused[0]
 
 
 def test_a_slice_of_an_odd_width():
     check(
-        lambda x, c, s: x[..., :6] * c + in_pairs(x[..., :6]) * s,
-        random(2, 4, 5, 7),
-        *repeated(dim=6),
-        passes=PASSES,
-        expect={},
+        lambda x, c, s: x[..., :6] * c + in_pairs(x[..., :6]) * s, random(2, 4, 5, 7), *repeated(dim=6), expect={}
     )  # two slices: two tensors
     check(
         lambda x, c, s: (lambda y: y * c + in_pairs(y) * s)(x[..., :6]),
         random(2, 4, 5, 7),
         *repeated(dim=6),
-        passes=PASSES,
         expect={"rope": 1},
     )
 
 
 def test_trained_or_constant_or_larger_tables_of_pairs():
     x = random(1, 4, 5, 8)
-    check(turned(in_pairs), x, random(5, 8), random(5, 8), passes=PASSES, expect={})
-    check(turned(in_pairs), x, random(5, 8, grad=False), random(5, 8), passes=PASSES, expect={})
-    check(lambda x: x * 0.6 + in_pairs(x) * 0.8, x, passes=PASSES, expect={})
-    check(turned(in_pairs), x, torch.randn(3, 1, 5, 8), torch.randn(3, 1, 5, 8), passes=PASSES, expect={})
-    check(turned(in_pairs), x, torch.randn(5, 8), torch.randn(5, 8).bfloat16(), passes=PASSES, expect={})
+    check(turned(in_pairs), x, random(5, 8), random(5, 8), expect={})
+    check(turned(in_pairs), x, random(5, 8, grad=False), random(5, 8), expect={})
+    check(lambda x: x * 0.6 + in_pairs(x) * 0.8, x, expect={})
+    check(turned(in_pairs), x, torch.randn(3, 1, 5, 8), torch.randn(3, 1, 5, 8), expect={})
+    check(turned(in_pairs), x, torch.randn(5, 8), torch.randn(5, 8).bfloat16(), expect={})
 
 
 def test_pairs_never_across_a_mutation():
@@ -290,7 +277,7 @@ def test_pairs_never_across_a_mutation():
         y.add_(1.0)
         return y * c + r * s
 
-    check(fn, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES, expect={})
+    check(fn, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), expect={})
 
 
 def test_one_tensor_in_both_layouts():
@@ -299,7 +286,6 @@ def test_one_tensor_in_both_layouts():
         random(2, 4, 5, 8),
         torch.randn(5, 8),
         torch.randn(5, 8),
-        passes=PASSES,
         expect={"rope": 2},
     )
 
@@ -325,7 +311,7 @@ def written(x, c, s):
 )
 def test_pairs_of_unbind_and_of_writes(turn, dtype):
     tol = 1e-5 if dtype == torch.float32 else 2e-2
-    check(turn, random(2, 4, 5, 8, dtype=dtype), *repeated(), passes=PASSES, expect={"rope": 1}, tol=tol)
+    check(turn, random(2, 4, 5, 8, dtype=dtype), *repeated(), expect={"rope": 1}, tol=tol)
 
 
 def read_between(x, c, s):
@@ -347,4 +333,4 @@ def swapped_places(x, c, s):
     "turn, found", [(read_between, {}), (swapped_places, {})], ids=["read between", "swapped places"]
 )
 def test_other_writes_stay(turn, found):
-    check(turn, random(2, 4, 5, 8), *repeated(), passes=PASSES, expect=found)
+    check(turn, random(2, 4, 5, 8), *repeated(), expect=found)
