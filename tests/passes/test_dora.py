@@ -15,7 +15,6 @@ from tunecompile.integrations.peft.trace import substitute
 from tunecompile.ops import adapted_norm
 from tunecompile.planner.candidates import expensive_nodes
 
-
 PASSES, GROUPED = family("dora", "lora"), family("nf4", "dora", "lora", "grouped_linear")
 check = partial(run.check, passes=PASSES)
 

@@ -1,12 +1,17 @@
 """Rotary embedding in the spellings of real models, and what is no rotation."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from tests.support.passes import run
 from tests.support.passes.rope import PASSES, H, Heads, rotate_half, tables, turned
-from tests.support.passes.run import check, random
+from tests.support.passes.run import random
 from tests.support.passes.traced import recognized
 from tunecompile.passes.recognize.rope import _last_slice
+
+check = partial(run.check, passes=PASSES)
 
 
 def halves(dim=8, grad=False):
@@ -87,7 +92,6 @@ def test_matches(spelling, dtype):
         random(2, 4, 5, 8, dtype=dtype),
         random(2, 2, 5, 8, dtype=dtype),
         *tables(dtype=dtype),
-        passes=PASSES,
         expect={"rope": 2},
         tol=1e-5 if dtype == torch.float32 else 1e-2,
     )
@@ -98,25 +102,19 @@ def test_transposed_heads_and_positions_of_each_row(rows):
     def fn(q, k, cos, sin):
         return llama(q.view(2, 5, 4, 8).transpose(1, 2), k.view(2, 5, 2, 8).transpose(1, 2), cos, sin)
 
-    check(fn, random(2, 5, 32), random(2, 5, 16), *tables(rows=rows), passes=PASSES, expect={"rope": 2})
+    check(fn, random(2, 5, 32), random(2, 5, 16), *tables(rows=rows), expect={"rope": 2})
 
 
 def test_dynamic_shapes():
     """Batch and length are symbols; the head's width comes from a weight and is none."""
     heads = Heads(llama)
     check(
-        heads,
-        random(2, 5, 6),
-        *tables(rows=2),
-        passes=PASSES,
-        expect={"rope": 2},
-        dynamic=True,
-        parameters=list(heads.parameters()),
+        heads, random(2, 5, 6), *tables(rows=2), expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters())
     )
 
 
 def test_partial():
-    check(partial, random(2, 4, 5, 12), random(2, 2, 5, 12), *tables(), passes=PASSES, expect={"rope": 2})
+    check(partial, random(2, 4, 5, 12), random(2, 2, 5, 12), *tables(), expect={"rope": 2})
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
@@ -126,7 +124,6 @@ def test_tables_of_another_dtype(dtypes):
         random(2, 4, 5, 8, dtype=dtypes[0]),
         random(2, 2, 5, 8, dtype=dtypes[0]),
         *tables(dtype=dtypes[1]),
-        passes=PASSES,
         expect={"rope": 2},
         tol=1e-2,
     )
@@ -135,7 +132,7 @@ def test_tables_of_another_dtype(dtypes):
 def test_casts_to_a_narrower_dtype():
     """Eager rounds each of the two gradients, so that one cast is not the same."""
     rows = [random(2, heads, 5, 8, dtype=torch.float64) for heads in (4, 2)]
-    check(cast_twice, *rows, *tables(dtype=torch.float32), passes=PASSES, expect={}, tol=1e-5)
+    check(cast_twice, *rows, *tables(dtype=torch.float32), expect={}, tol=1e-5)
 
 
 def apart(x, cos, sin):
@@ -151,8 +148,8 @@ def apart_swapped(x, cos, sin):
 
 @pytest.mark.parametrize("spelling", [apart, apart_swapped])
 def test_tables_of_half_the_width(spelling):
-    check(spelling, random(2, 4, 5, 8), *halves(), passes=PASSES, expect={"rope": 1})
-    check(spelling, random(2, 4, 5, 8, dtype=torch.bfloat16), *halves(), passes=PASSES, expect={"rope": 1}, tol=1e-2)
+    check(spelling, random(2, 4, 5, 8), *halves(), expect={"rope": 1})
+    check(spelling, random(2, 4, 5, 8, dtype=torch.bfloat16), *halves(), expect={"rope": 1}, tol=1e-2)
 
 
 def in_slices(first, second):
@@ -177,19 +174,11 @@ SLICES = {
 @pytest.mark.parametrize("name", SLICES)
 def test_slices_and_tables_of_half_the_width(name):
     fn = in_slices(*SLICES[name])
-    check(fn, random(2, 4, 5, 8), *halves(), passes=PASSES, expect={"rope": 1})
-    check(fn, random(2, 4, 5, 8, dtype=torch.bfloat16), *halves(), passes=PASSES, expect={"rope": 1}, tol=1e-2)
+    check(fn, random(2, 4, 5, 8), *halves(), expect={"rope": 1})
+    check(fn, random(2, 4, 5, 8, dtype=torch.bfloat16), *halves(), expect={"rope": 1}, tol=1e-2)
     heads = Heads(lambda q, k, cos, sin: (fn(q, cos, sin), fn(k, cos, sin)))
     tables = [torch.randn(2, 1, 5, 4) for _ in range(2)]
-    check(
-        heads,
-        random(2, 5, 6),
-        *tables,
-        passes=PASSES,
-        expect={"rope": 2},
-        dynamic=True,
-        parameters=list(heads.parameters()),
-    )
+    check(heads, random(2, 5, 6), *tables, expect={"rope": 2}, dynamic=True, parameters=list(heads.parameters()))
 
 
 NO_SLICES = {
@@ -208,53 +197,31 @@ NO_SLICES = {
 @pytest.mark.parametrize("name", NO_SLICES)
 def test_no_slices_of_halves(name):
     rows = 4 if name == "rows" else 8
-    seen = check(
-        in_slices(*NO_SLICES[name]),
-        random(2, 4, 8, 8),
-        torch.randn(rows, 4),
-        torch.randn(rows, 4),
-        passes=PASSES,
-        expect={},
-    )
+    seen = check(in_slices(*NO_SLICES[name]), random(2, 4, 8, 8), torch.randn(rows, 4), torch.randn(rows, 4), expect={})
     assert len(seen.refused) == 1, seen.refused
 
 
 def test_slices_and_tables_of_the_whole_width():
     x = random(2, 4, 5, 2)
-    check(
-        in_slices(lambda x: x[..., :1], lambda x: x[..., 1:]),
-        x,
-        torch.randn(5, 2),
-        torch.randn(5, 2),
-        passes=PASSES,
-        expect={},
-    )
+    check(in_slices(lambda x: x[..., :1], lambda x: x[..., 1:]), x, torch.randn(5, 2), torch.randn(5, 2), expect={})
 
 
 def test_trained_tables_of_half_the_width():
-    check(apart, random(2, 4, 5, 8), *halves(grad=True), passes=PASSES)
+    check(apart, random(2, 4, 5, 8), *halves(grad=True))
 
 
 def test_tables_of_two_shapes():
-    check(apart, random(2, 4, 5, 8), torch.randn(1, 1, 5, 4), torch.randn(1, 1, 5, 1), passes=PASSES)
+    check(apart, random(2, 4, 5, 8), torch.randn(1, 1, 5, 4), torch.randn(1, 1, 5, 1))
 
 
 def test_trained_tables():
     """The op has no gradient for them."""
-    check(
-        lambda x, c, s: x * c + rotate_half(x) * s,
-        random(2, 4, 5, 8),
-        random(5, 8),
-        random(5, 8),
-        passes=PASSES,
-        expect={},
-    )
+    check(lambda x, c, s: x * c + rotate_half(x) * s, random(2, 4, 5, 8), random(5, 8), random(5, 8), expect={})
     check(
         lambda x, c, s: x * c + rotate_half(x) * s,
         random(2, 4, 5, 8),
         random(5, 8, grad=False),
         random(5, 8),
-        passes=PASSES,
         expect={},
     )
 
@@ -263,11 +230,11 @@ def test_trained_tables():
         angles = torch.cat((angles, angles), -1)
         return x * angles.cos() + rotate_half(x) * angles.sin()
 
-    check(from_frequencies, random(2, 4, 5, 8), random(4), passes=PASSES, expect={})
+    check(from_frequencies, random(2, 4, 5, 8), random(4), expect={})
 
 
 def test_constant_tables():
-    check(lambda x: x * 0.6 + rotate_half(x) * 0.8, random(2, 4, 5, 8), passes=PASSES)
+    check(lambda x: x * 0.6 + rotate_half(x) * 0.8, random(2, 4, 5, 8))
 
 
 MUTATIONS = {
@@ -293,11 +260,9 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_does_not_match(name):
     if name == "rotated cosine":  # a rotation all the same, with the tables exchanged
-        check(
-            MUTATIONS[name], random(2, 4, 8, 8), torch.randn(8, 8), torch.randn(8, 8), passes=PASSES, expect={"rope": 1}
-        )
+        check(MUTATIONS[name], random(2, 4, 8, 8), torch.randn(8, 8), torch.randn(8, 8), expect={"rope": 1})
     else:
-        check(MUTATIONS[name], random(2, 4, 8, 8), torch.randn(8, 8), torch.randn(8, 8), passes=PASSES, expect={})
+        check(MUTATIONS[name], random(2, 4, 8, 8), torch.randn(8, 8), torch.randn(8, 8), expect={})
 
 
 APART = {
@@ -315,7 +280,7 @@ def test_does_not_match_apart(name):
         a, b = torch.chunk(x, 2, -1)
         return torch.cat(APART[name](a, b, c, s), -1)
 
-    check(fn, random(2, 4, 5, 8), torch.randn(5, 4), torch.randn(5, 4), passes=PASSES, expect={})
+    check(fn, random(2, 4, 5, 8), torch.randn(5, 4), torch.randn(5, 4), expect={})
 
 
 def test_chunks_of_another_number_or_dim():
@@ -327,8 +292,8 @@ def test_chunks_of_another_number_or_dim():
         a, b = torch.chunk(x, 2, 1)
         return torch.cat((a * c - b * s, b * c + a * s), -1)
 
-    check(four, random(2, 4, 5, 8), torch.randn(5, 2), torch.randn(5, 2), passes=PASSES, expect={})
-    check(rows, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES, expect={})
+    check(four, random(2, 4, 5, 8), torch.randn(5, 2), torch.randn(5, 2), expect={})
+    check(rows, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), expect={})
 
 
 def test_cosine_larger_than_x():
@@ -337,7 +302,6 @@ def test_cosine_larger_than_x():
         random(1, 4, 5, 8),
         torch.randn(3, 1, 5, 8),
         torch.randn(3, 1, 5, 8),
-        passes=PASSES,
         expect={},
     )
     check(
@@ -345,7 +309,6 @@ def test_cosine_larger_than_x():
         random(1, 4, 5, 8),
         torch.randn(5, 8),
         torch.randn(3, 1, 5, 8),
-        passes=PASSES,
         expect={},
     )
 
@@ -353,11 +316,7 @@ def test_cosine_larger_than_x():
 @pytest.mark.parametrize("shapes", [((8,), (5, 8)), ((5, 1), (5, 8)), ((1,), (1,)), ((), ())])
 def test_tables_that_broadcast(shapes):
     check(
-        lambda x, c, s: x * c + rotate_half(x) * s,
-        random(2, 4, 5, 8),
-        torch.randn(shapes[0]),
-        torch.randn(shapes[1]),
-        passes=PASSES,
+        lambda x, c, s: x * c + rotate_half(x) * s, random(2, 4, 5, 8), torch.randn(shapes[0]), torch.randn(shapes[1])
     )
 
 
@@ -380,11 +339,9 @@ def test_never_across_a_mutation():
         c.zero_()
         return p + rotate_half(x) * s + c
 
-    check(fn, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES, expect={})
-    check(
-        cast, random(2, 4, 5, 8, dtype=torch.bfloat16), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES, expect={}
-    )
-    check(table, random(2, 4, 5, 8, grad=False), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES, expect={})
+    check(fn, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), expect={})
+    check(cast, random(2, 4, 5, 8, dtype=torch.bfloat16), torch.randn(5, 8), torch.randn(5, 8), expect={})
+    check(table, random(2, 4, 5, 8, grad=False), torch.randn(5, 8), torch.randn(5, 8), expect={})
 
 
 def test_a_chunked_rotate_half_is_not_known_yet_but_right():
@@ -392,7 +349,7 @@ def test_a_chunked_rotate_half_is_not_known_yet_but_right():
         a, b = x.chunk(2, dim=-1)
         return x * c + torch.cat((-b, a), -1) * s
 
-    check(fn, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES)
+    check(fn, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8))
 
 
 def test_turned_twice():
@@ -400,7 +357,7 @@ def test_turned_twice():
         y = torch.sin(x * c + rotate_half(x) * s)
         return y * c + rotate_half(y) * s
 
-    check(fn, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES, expect={"rope": 2})
+    check(fn, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), expect={"rope": 2})
 
 
 def test_turned_twice_at_once():
@@ -408,7 +365,7 @@ def test_turned_twice_at_once():
         y = x * c + rotate_half(x) * s
         return y * c + rotate_half(y) * s
 
-    check(fn, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), passes=PASSES, expect={"rope": 2})
+    check(fn, random(2, 4, 5, 8), torch.randn(5, 8), torch.randn(5, 8), expect={"rope": 2})
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,16 @@ def called_with(model, weights):
     return sum(torch.func.functional_call(model, weights, (ids(seed=seed), ids(seed=seed))) for seed in (1, 2))
 
 
-def test_weights_of_a_functional_call():
+@pytest.mark.parametrize("detached", [False, True])
+def test_weights_of_a_functional_call(detached):
     """Those that are made of others have a graph of their own, which both losses go through."""
 
     def run(model):
         weights = {name: 1.5 * p for name, p in model.named_parameters()}
-        called_with(model, weights).backward()
-        return gradients(model)
-        weights = {name: (1.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+        if not detached:
+            called_with(model, weights).backward()
+            return gradients(model)
+        weights = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         found = called_with(model, weights)
         found.backward(retain_graph=True)
         found.backward()
