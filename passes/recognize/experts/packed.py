@@ -59,6 +59,4 @@ def run(graph: Graph, context: Context) -> None:
         erase_dead(graph, [*node.users, node, *chain])
 
 
-PASS = Pass(
-    "packed_experts", "recognize", run, requires=frozenset({"nf4", "experts"}), provides=frozenset({"packed_experts"})
-)
+PASS = Pass("packed_experts", "recognize", run, requires=frozenset({"nf4", "experts"}))
