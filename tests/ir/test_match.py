@@ -331,7 +331,7 @@ def turned_in_place(x, cos):
 
 def adapter_with_two_factors(x, weight):
     product = F.linear(F.linear(x, weight[:2]), weight[:, :2])
-    return F.linear(x, weight) + product * 1.0 * 0.5
+    return F.linear(x, weight) + product * x[0, 0] * 0.5
 
 
 def adapter_behind_dropout(x, weight):

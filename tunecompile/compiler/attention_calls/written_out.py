@@ -148,7 +148,11 @@ def _terms(scores: Any, read: Reading) -> tuple[tuple[Term, ...], Any, float]:
         given: tuple[Any, ...] = tuple(scores.args)
         joined = getattr(value(scores), "ndim", 0) == 3
         if calls(scores, "add") and len(given) == 2 and isinstance(value(given[1]), Tensor):
-            terms.append(Term(given[1], factor=factor, joined=joined))
+            before, mask = given if _has_shape(given[0], scores) else reversed(given)
+            terms.append(Term(mask, factor=factor, joined=joined))
+            read.inside.append(scores)
+            scores = read.through(before, casts_or_regroups)
+            continue
         elif calls(scores, "masked_fill") and len(given) == 3 and _masks(given[2], factor):
             terms.append(Term(given[1], _number(given[2]), factor=factor, joined=joined))
         elif calls(scores, "where") and len(given) == 3 and _masks(given[2], factor) and isinstance(given[1], Node):
@@ -156,7 +160,7 @@ def _terms(scores: Any, read: Reading) -> tuple[tuple[Term, ...], Any, float]:
             read.inside.append(scores)
             scores = read.through(given[1], casts_or_regroups)
             continue
-        elif calls(scores, "mul", "truediv", "div") and not calls(given[0], "tanh"):
+        elif calls(scores, "mul", "truediv", "div") and not any(calls(each, "tanh") for each in given):
             before, more = _without_factor(scores, read)
             if before is scores:
                 break
@@ -166,6 +170,11 @@ def _terms(scores: Any, read: Reading) -> tuple[tuple[Term, ...], Any, float]:
             break
         scores = read.through(read.step(scores), casts_or_regroups)
     return tuple(reversed(terms)), scores, factor
+
+
+def _has_shape(given: Any, made: Node) -> bool:
+    """Whether an operand has the result's shape: scores have, and a mask that is added to them may be smaller."""
+    return isinstance(value(given), Tensor) and str(value(given).shape) == str(value(made).shape)
 
 
 def _number(given: Any) -> Any:
@@ -200,14 +209,16 @@ def _without_factor(node: Any, read: Reading) -> tuple[Any, float]:
 
 def _without_cap(node: Any, read: Reading) -> tuple[Any, float]:
     """(scores before a soft-cap, c of c tanh(scores / c)); 0 where there is none."""
-    if not (calls(node, "mul") and calls(node.args[0], "tanh") and not node.kwargs and is_number(node.args[1])):
+    if not calls(node, "mul") or node.kwargs:
         return node, 0.0
-    cap = node.args[1]
-    within = node.args[0].args[0]
+    bent, cap = reversed(node.args) if is_number(node.args[0]) else node.args
+    if not (calls(bent, "tanh") and is_number(cap)):
+        return node, 0.0
+    within = bent.args[0]
     divided = calls(within, "truediv", "div") and not within.kwargs and within.args[1] == cap
     if not divided or cap <= 0:
         return node, 0.0
-    read.inside += [node, node.args[0], within]
+    read.inside += [node, bent, within]
     return within.args[0], float(cap)
 
 
