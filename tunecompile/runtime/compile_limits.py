@@ -61,8 +61,7 @@ def uncollected() -> Iterator[None]:
     """Inside, Python's cycle collector does not run by itself, and Dynamo does not run it.
 
     Compilation makes objects by the million that live until it ends: the collector would go through all of them, and
-    through those of imported packages, again and again. That was a seventh of the first step. `Leftovers` goes once:
-    they become old objects at the end, as young ones the collector would go through them at the next object.
+    through those of imported packages, again and again. That was a seventh of the first step. `Leftovers` goes once.
     """
     if not gc.isenabled():  # inside another one, or the user's choice
         yield
@@ -72,9 +71,6 @@ def uncollected() -> Iterator[None]:
         with dynamo.uncollected():
             yield
     finally:
-        if gc.get_freeze_count() == 0:  # else the user's own frozen objects would be old ones, too
-            gc.freeze()
-            gc.unfreeze()
         gc.enable()
 
 
