@@ -17,6 +17,7 @@ from tunecompile._torch.fake_tensors import size_hint
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.op import aten_name, has_triton
 from tunecompile.ir.pretend_gpu import on_gpu
+from tunecompile.ir.views import inverse, memory_order
 from tunecompile.passes.lower.choose_provider import expand
 from tunecompile.planner.liveness import tensor_bytes, workspace
 from tunecompile.planner.recompute_attention import bound_arguments
@@ -33,7 +34,10 @@ BY_HEAD = ("grad_out", "query", "key", "value", "out", DENSE)  #: arguments [bat
 def run(graph: Graph, context: Context) -> None:
     for node in list(graph.nodes):
         if (groups := _groups(node)) > 1:
-            orders = tuple(_order(value) for value in node.meta["val"])
+            orders = tuple(
+                memory_order(value) if isinstance(value, torch.Tensor) and value.numel() else None
+                for value in node.meta["val"]
+            )
             expand(
                 graph,
                 node,
@@ -105,16 +109,7 @@ def _join(pieces: tuple, order: tuple[int, ...] | None) -> torch.Tensor | None:
     if order is None:
         return None
     whole = torch.cat([piece.permute(order) for piece in pieces], order.index(1))
-    return whole.permute([order.index(dim) for dim in range(len(order))])
-
-
-def _order(value: Any) -> tuple[int, ...] | None:
-    """Dimensions from the outermost in memory to the innermost."""
-    return (
-        tuple(sorted(range(value.dim()), key=lambda dim: -value.stride(dim)))
-        if isinstance(value, torch.Tensor) and value.numel()
-        else None
-    )
+    return whole.permute(inverse(order))
 
 
 def _groups(node: Node) -> int:

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from tunecompile._torch.known_bugs import CUDNN_GRADIENT_LAYOUT
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.op import aten_name
+from tunecompile.ir.views import inverse, memory_order
 from tunecompile.passes.lower.choose_provider import expand
 
 __all__ = ["PASS"]
@@ -34,8 +35,8 @@ def with_gradient_as_output(
     grad: torch.Tensor, q: Any, k: Any, v: Any, out: torch.Tensor, *rest: Any, target: Any, options: tuple
 ) -> Any:
     """The results of `target(grad, q, k, v, out, *rest, **dict(options))`, of a copy of `grad` with `out`'s layout."""
-    order = sorted(range(out.dim()), key=lambda dim: -out.stride(dim))
-    copy = grad.permute(order).contiguous().permute([order.index(dim) for dim in range(out.dim())])
+    order = memory_order(out)
+    copy = grad.permute(order).contiguous().permute(inverse(order))
     return target(copy, q, k, v, out, *rest, **dict(options))
 
 

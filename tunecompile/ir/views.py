@@ -34,6 +34,16 @@ def cast_of(node: object) -> tuple[object, torch.dtype | None]:
     return node.args[0], node.meta["val"].dtype
 
 
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's dimensions from the outermost in memory to the innermost."""
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+
+
+def inverse(order: tuple[int, ...]) -> list[int]:
+    """Return the permutation that undoes one by `order`."""
+    return [order.index(dim) for dim in range(len(order))]
+
+
 def with_strides(graph: Graph, node: Node) -> Node:
     """Return a new view of a whole tensor that has its sizes and strides.
 
