@@ -124,16 +124,17 @@ def test_a_function_of_other_parameters_is_left_alone(monkeypatch):
     assert has(told, "fused-head-parameters", subject="softcap, scale") and torch.equal(ours, plain)
 
 
-def like(**changes) -> ScoreCall:
-    x = torch.zeros(1, 4)
-    return ScoreCall(x, x, None, torch.zeros(1, dtype=torch.long), **changes)
+def like(device: str = "cpu", **changes) -> ScoreCall:
+    x = torch.zeros(1, 4, device=device)
+    return ScoreCall(x, x, None, torch.zeros(1, dtype=torch.long, device=device), **changes)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "changes", [{}, {"temperature": 0.5, "softcap": 3.0, "logit_scale": 2.0}, {"outputs": ("log_probs", "is_top1")}]
 )
-def test_what_a_function_computes_decides(changes):
-    call = like(**changes)
+def test_what_a_function_computes_decides(changes, device):
+    call = like(device, **changes)
 
     def theirs(call: ScoreCall) -> tuple:
         names = ("hidden", "weight", "bias", "labels", "temperature", None, "softcap", "logit_scale", "outputs")

@@ -266,12 +266,11 @@ def _put_in_cell(cell: types.CellType, old: types.FunctionType, new: types.Funct
 
 
 def same_scores(ours: Callable[[ScoreCall], Scores], theirs: Callable[[ScoreCall], Scores], like: ScoreCall) -> bool:
-    """Whether two functions give the same scores and gradients under the options of a call.
+    """Whether two functions give the same scores and gradients, on the device and under the options of a call.
 
-    The problem is small and on the CPU, where nothing is compiled for it: on a GPU that took 1.5 s of the first step.
-    Its numbers are no random ones: a training's random numbers stay as they are.
+    The problem is small, and its numbers are no random ones: a training's random numbers stay as they are.
     """
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(like.hidden.device.type, enabled=False):
         given, made = zip(*(_differentiated(function, like) for function in (ours, theirs)))
     if [value is None for value in given[0]] != [value is None for value in given[1]]:
         return False
@@ -281,21 +280,21 @@ def same_scores(ours: Callable[[ScoreCall], Scores], theirs: Callable[[ScoreCall
 
 def _differentiated(function: Callable[[ScoreCall], Scores], like: ScoreCall) -> tuple[Scores, tuple]:
     """(the scores of the small problem, gradients of log-probabilities and entropies weighed by row)."""
-    rows, vocabulary, width = 5, 37, 8
+    device, rows, vocabulary, width = like.hidden.device, 5, 37, 8
 
     def waves(*shape: int, pace: float) -> Tensor:
         count = torch.Size(shape).numel()
-        values = torch.sin(torch.arange(1, count + 1, dtype=torch.float32, device="cpu") * pace)
-        return values.view(shape).requires_grad_()
+        values = torch.sin(torch.arange(1, count + 1, dtype=torch.float32, device="cpu") * pace).view(shape)
+        return values.to(device).requires_grad_()
 
     hidden, weight = waves(rows, width, pace=0.7), waves(vocabulary, width, pace=1.3)
     bias = None if like.bias is None else waves(vocabulary, pace=2.1)
     labels = (hidden @ weight.t()).argmax(-1)
-    labels[::2] = torch.arange(0, vocabulary, 13, device="cpu")
+    labels[::2] = torch.arange(0, vocabulary, 13, device=device)
     found = function(
         ScoreCall(hidden, weight, bias, labels, like.temperature, like.softcap, like.logit_scale, like.outputs)
     )
-    factors = torch.arange(1, rows + 1, dtype=torch.float32, device="cpu")
+    factors = torch.arange(1, rows + 1, dtype=torch.float32, device=device)
     total = (found[0] * factors).sum()
     if found[1] is not None:
         total = total + (found[1] * factors.flip(0)).sum()
