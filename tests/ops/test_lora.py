@@ -16,7 +16,8 @@ from tests.support.ops.checks import (
     error,
     tensor,
 )
-from tunecompile.ops import lora_linear
+from tunecompile.ops import frozen_weights, lora_linear
+from tunecompile.ops.frozen_weights import DenseWeights
 
 FORWARD, BACKWARD = "k_extension", "grouped"
 
@@ -99,11 +100,32 @@ def test_any_shape_dtype_and_stride(rows, k, siblings, dtype, layout, bias, own,
     ],
     ids=str,
 )
-def test_providers_are_as_exact_as_the_reference(case, dtype, adapters):
+@pytest.mark.parametrize("rows", [40, 3])
+def test_providers_are_as_exact_as_the_reference(case, dtype, adapters, rows, monkeypatch):
+    monkeypatch.setattr(frozen_weights, "TILES", 0)
     adapters = torch.float32 if adapters == "fp32" else dtype
-    args = lora_arguments(tensor((2, 40, 64), "strided", dtype), dtype=adapters, adapters=adapters, **case)
+    args = lora_arguments(tensor((2, rows, 64), "strided", dtype), dtype=adapters, adapters=adapters, **case)
+    copied = rows == 40
+    weights = DenseWeights(args[2], [*case["sizes"]], 64)
+    assert (weights.without_copy(2 * rows) is None, not weights.adds(2 * rows)) == (copied, copied)
     assert_provider_is_exact(lora_linear, FORWARD, *args)
     assert_provider_is_exact(lora_linear.backward_op, BACKWARD, *backward_arguments(args))
+
+
+@pytest.mark.parametrize(
+    "rows, columns, tokens, alone, adds",
+    [
+        ([14336, 14336], 4096, 1024, True, True),  # gate and up of Llama's 8B
+        ([14336, 14336], 4096, 4096, False, True),
+        ([14336, 14336], 4096, 8192, False, False),
+        ([4096, 1024, 1024], 4096, 1024, False, False),  # q, k, v: products with k and v would leave a GPU idle
+        ([4096], 14336, 1024, True, True),
+        ([4096], 14336, 2048, True, False),
+    ],
+)
+def test_weights_are_copied_where_that_moves_fewer_bytes(rows, columns, tokens, alone, adds):
+    weights = DenseWeights([torch.empty(n, columns, device="meta") for n in rows], rows, columns)
+    assert (weights.without_copy(tokens) is not None, weights.adds(tokens)) == (alone, adds)
 
 
 @pytest.mark.parametrize("sizes", [(48,), (48, 16)])

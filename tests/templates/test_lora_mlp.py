@@ -83,12 +83,17 @@ def test_the_same_bits_every_time(device):
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-@pytest.fixture(params=["dense, joint", "packed", pytest.param("dense", marks=pytest.mark.slow)])
-def arguments(request, device):
+@pytest.fixture(params=["dense, joint", "packed", "dense, not copied", pytest.param("dense", marks=pytest.mark.slow)])
+def arguments(request, device, monkeypatch):
     """Of the op, by kind of weights: fp16, as the interpreter's products want it."""
     from torch.utils._pytree import tree_map
 
     from tests.support.ops.arguments import APART, JOINT, dense_mlp, packed_mlp
+    from tunecompile.ops.frozen_weights import DenseWeights
+
+    if "not copied" in request.param:
+        monkeypatch.setattr(DenseWeights, "adds", lambda *_: True)
+        monkeypatch.setattr(DenseWeights, "without_copy", lambda weights, tokens: weights.matrices)
 
     def make(activation, dtype):
         shapes = JOINT if "joint" in request.param else APART

@@ -26,6 +26,7 @@ from tunecompile.ops.nf4 import block_scales, dequantize_4bit
 __all__ = ["DENSE", "DenseWeights", "FrozenWeights", "PackedWeights", "frozen_weights", "packed_as"]
 
 DENSE = "dense"
+TILE, TILES = 128, 96  #: rows and columns of a result that cuBLAS gives one multiprocessor; tiles that fill a GPU
 
 
 def packed_as(quant_type: str, blocksize: int) -> str:
@@ -93,17 +94,27 @@ class DenseWeights:
         """Return the W_i, [N_i, K]: views of a fused matrix."""
         return self.matrices[0][: self.height, : self.columns].split(self.rows) if self.fused else self.matrices
 
-    def without_copy(self, tokens: int) -> Tensor | None:
-        """Return W of all siblings if a product should read it alone and add the adapters' term afterwards; else None.
+    def without_copy(self, tokens: int) -> Sequence[Tensor] | None:
+        """Return the W_i if y is computed by a product with each, which adds its adapter's term; else None.
 
-        For a small batch this moves fewer bytes than a copy of W with scale B beside it. None for larger batches, if
-        the matrix already holds scale B, or if W is not one dense weight.
+        The term is written, copied to the output of the product (cuBLAS overwrites its addend) and read there, each
+        as large as y. For few tokens these are fewer bytes than a copy of W with scale B beside it. Siblings stay
+        together where a product with one of them would leave much of a GPU idle.
 
         Args:
             tokens: rows of the product; may be symbolic.
         """
-        alone = len(self.matrices) == 1 and not self.fused
-        return self.matrices[0] if alone and 2 * size_hint(tokens) < self.columns else None
+        tokens, alone = size_hint(tokens), len(self.matrices) == 1
+        few = not self.fused and 2 * tokens < self.columns
+        return self.matrices if few and (alone or -(-tokens // TILE) * min(self.rows) >= TILES * TILE) else None
+
+    def adds(self, tokens: int) -> bool:
+        """Whether dX is the sum of dY_i W_i and the adapters' term, for so many rows of dY.
+
+        Each product copies and reads the sum so far, as large as dX. For few tokens these are fewer bytes than a copy
+        of all W_i with A below them.
+        """
+        return not self.fused and 2 * len(self.matrices) * size_hint(tokens) < self.height
 
     def extended(self, b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Return [W | scale B | 0], the factor of [x | xa | 0]; `dtype` is that of the adapters' arithmetic."""
@@ -204,6 +215,9 @@ class PackedWeights:
 
     def without_copy(self, tokens: int) -> None:
         return None
+
+    def adds(self, tokens: int) -> bool:
+        return False
 
     def extended(
         self, b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype, below: Tensor | None = None

@@ -133,14 +133,26 @@ def _(x, inputs, weights, biases, a, b, scales, dtype, stored):
     refuses=lambda x, weights, b, stored: _frozen(x, weights, b, stored).refuse(x),
 )
 def _(x, inputs, weights, biases, a, b, scales, dtype, stored):
-    """[x | xa] @ [W | scale B]^T: one matrix product for all siblings, base and delta in one accumulator."""
-    frozen = _frozen(x, weights, b, stored)
-    if (weight := frozen.without_copy(x.numel() // x.shape[-1])) is not None:
-        xa = down(x, inputs, a, dtype)
-        delta = (xa @ on_diagonal(b, scales, dtype).t()).to(x.dtype)
-        return finish(torch.addmm(delta, _tokens(x), weight.t()), x, biases), xa
-    wide, xa = with_xa(x, inputs, a, dtype)
-    return finish(wide @ frozen.extended(b, scales, dtype).t(), x, biases), xa
+    """[x | xa] @ [W | scale B]^T: base and delta in one accumulator."""
+    y, xa = product(x, inputs, _frozen(x, weights, b, stored), a, b, scales, dtype)
+    return finish(y, x, biases), xa
+
+
+def product(x: Tensor, inputs, frozen: FrozenWeights, a, b, scales, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (y without biases, xa), rows of tokens."""
+    if (weights := frozen.without_copy(x.numel() // x.shape[-1])) is None:
+        wide, xa = with_xa(x, inputs, a, dtype)
+        return wide @ frozen.extended(b, scales, dtype).t(), xa
+    xa = down(x, inputs, a, dtype)
+    return with_term(_tokens(x), xa, weights, b, scales), xa
+
+
+def with_term(x: Tensor, xa: Tensor, weights: Sequence[Tensor], b, scales) -> Tensor:
+    """Return concat_i(x W_i^T + scale_i xa_i B_i^T), rows of tokens: each product adds its adapter's term."""
+    term = rounded_product(xa, on_diagonal(b, scales, xa.dtype).t(), x.dtype)
+    terms = term.split([m.shape[0] for m in b], 1) if len(weights) > 1 else [term]
+    ys = [torch.addmm(term, x, weight.t()) for term, weight in zip(terms, weights)]
+    return ys[0] if len(ys) == 1 else torch.cat(ys, 1)
 
 
 def down(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -242,9 +254,8 @@ def lora_linear_backward(grad, x, inputs, weights, biases, a, b, scales, dtype, 
     refuses=lambda x, weights, b, stored: _frozen(x, weights, b, stored).refuse(x),
 )
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, stored, out1):
-    frozen = _frozen(x, weights, b, stored)
-    weight = frozen.stacked(a, x.dtype, with_adapters=_extends(x, inputs, frozen.height))
-    return adapter_gradients(grad, x, inputs, base_gradient(weight, a, dtype), biases, a, b, scales, dtype, out1)
+    base = base_gradient(_frozen(x, weights, b, stored), a, dtype)
+    return adapter_gradients(grad, x, inputs, base, biases, a, b, scales, dtype, out1)
 
 
 def _backward_in(eight: EightBits) -> None:
@@ -285,30 +296,33 @@ def _(grad, x, inputs, weights, biases, a, b, scales, dtype, stored, out1):
 BaseGradient = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
 
-def _extends(x: Tensor, inputs: Sequence[Tensor], rows: int) -> bool:
-    """Return whether dX is computed as [dY | dY B] @ [W; A], for `rows` of W.
+def base_gradient(frozen: FrozenWeights, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
+    """Return the `BaseGradient` of all siblings.
 
-    That costs a copy of dY if its producer cannot write it in place. Adding the adapters' term instead writes it,
-    copies it to the output of the product (cuBLAS overwrites its addend) and reads it there, each as large as dX."""
-    return not inputs and rows <= 2 * x.shape[-1]
-
-
-def base_gradient(weight: Tensor, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
-    """Return the `BaseGradient` of all siblings' weights in one matrix [N, K], with or without the A_i below them."""
+    [dY | dY B] @ [W; A] costs a copy of dY if its producer cannot write it in place. Adding the adapters' term instead
+    writes it, copies it to the output of the product (cuBLAS overwrites its addend) and reads it there, each as large
+    as dX.
+    """
 
     def gradient(grad: Tensor, adapters: Tensor, read_x: bool) -> tuple[Tensor, Tensor, Tensor]:
-        columns = grad.shape[-1]
-        if weight.shape[0] > columns:
+        g, height = _tokens(grad), frozen.height
+        if read_x and height <= 2 * frozen.columns and not frozen.adds(g.shape[0]):
             wide, gb = beside(grad, adapters.shape[1], lambda g: project(g, adapters, dtype))
-            return wide @ weight, gb, wide[:, :columns]
-        g = _tokens(grad)
+            return wide @ frozen.stacked(a, grad.dtype), gb, wide[:, :height]
         gb = project(g, adapters, dtype)
-        if not read_x:
-            return g @ weight, gb, g
-        delta = rounded_product(gb, torch.cat([m.to(dtype) for m in a]), g.dtype)
-        return torch.addmm(delta, g, weight), gb, g
+        return sum_of_products(g, gb if read_x else None, frozen, a), gb, g
 
     return gradient
+
+
+def sum_of_products(g: Tensor, gb: Tensor | None, frozen: FrozenWeights, a: Sequence[Tensor]) -> Tensor:
+    """Return dX, the adapters' term in it, if dY B is given: the sum of the products of dY_i with each weight."""
+    dx = None if gb is None else rounded_product(gb, torch.cat([m.to(gb.dtype) for m in a]), g.dtype)
+    each = frozen.matrices if frozen.adds(g.shape[0]) else [frozen.stacked(a, g.dtype, with_adapters=False)]
+    for part, weight in zip(g.split([w.shape[0] for w in each], 1), each):
+        dx = part @ weight if dx is None else torch.addmm(dx, part, weight)
+    assert dx is not None
+    return dx
 
 
 def base_gradient_in(eight: EightBits, weight: FrozenWeights, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:

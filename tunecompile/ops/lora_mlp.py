@@ -51,13 +51,6 @@ def frozen_of(x: Tensor, weights, b, stored: str) -> tuple[FrozenWeights, Frozen
     return both_weights(weights, stored, [m.shape[0] for m in b], x.shape[-1], x.dtype)
 
 
-def _product(frozen: FrozenWeights, wide: Tensor, xa: Tensor, b: Sequence[Tensor], scales: Sequence[float]) -> Tensor:
-    """[x | xa | 0] @ [W | scale B | 0]^T, [T, all rows]."""
-    if (weight := frozen.without_copy(wide.shape[0])) is not None:
-        return torch.addmm(xa @ on_diagonal(b, scales, xa.dtype).t(), wide[:, : frozen.columns], weight.t())
-    return wide @ frozen.extended(b, scales, wide.dtype).t()
-
-
 def forward_flops(x, weights, a, b, *_) -> int:
     """Count the three base products; adapters are left out."""
     return 2 * (x.numel() // x.shape[-1]) * 3 * inner_width(b) * x.shape[-1]
@@ -170,17 +163,20 @@ def _(x, weights, a, b, scales, stored, activation, *, used):
 def _(x, weights, a, b, scales, stored, activation, *, used):
     """Both products by K extension; the activation is written where the second one reads it. y is not recomputed."""
     (gate_and_up, down), inner = frozen_of(x, weights, b, stored), inner_width(b)
-    wide, xa = lora.with_xa(x, [], a[WIDE], x.dtype)
-    gate_up = _product(gate_and_up, wide, xa, b[WIDE], scales[WIDE])
+    gate_up, xa = lora.product(x, [], gate_and_up, a[WIDE], b[WIDE], scales[WIDE], x.dtype)
     if not (used[0] or used[3]):
         return None, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, None
-    act = torch.empty((wide.shape[0], padded(inner + a[-1].shape[0])), dtype=x.dtype, device=x.device)
+    act = torch.empty((gate_up.shape[0], padded(inner + a[-1].shape[0])), dtype=x.dtype, device=x.device)
     templates.swiglu.forward(*gate_up.split(inner, 1), activation, out=act)
     xa_down = act[:, :inner] @ a[-1].to(x.dtype).t()
     y = None
     if used[0]:
-        templates.lora.append_columns(xa_down, act, inner)
-        y = _product(down, act, xa_down, b[DOWN], scales[DOWN]).reshape(*x.shape[:-1], down.height)
+        if (weights := down.without_copy(act.shape[0])) is not None:
+            y = lora.with_term(act[:, :inner], xa_down, weights, b[DOWN], scales[DOWN])
+        else:
+            templates.lora.append_columns(xa_down, act, inner)
+            y = act @ down.extended(b[DOWN], scales[DOWN], x.dtype).t()
+        y = y.reshape(*x.shape[:-1], down.height)
     return y, gate_up.reshape(*x.shape[:-1], 2 * inner), xa, xa_down
 
 
@@ -246,11 +242,13 @@ def _(grad, x, weights, a, b, scales, stored, activation, out1, out2, out3, *, d
     (gate_and_up, down), inner = frozen_of(x, weights, b, stored), inner_width(b)
 
     def through_down(adapter):
-        wide, gb = lora.beside(grad, adapter.shape[1], lambda g: g @ adapter)
-        return wide @ down.stacked(a[DOWN], x.dtype), gb, wide[:, : grad.shape[-1]]
+        return lora.base_gradient(down, a[DOWN], x.dtype)(grad, adapter, True)
 
     def through_wide(both, adapter):
-        gb = both[:, : 2 * inner] @ adapter
+        g = both[:, : 2 * inner]
+        gb = g @ adapter
+        if gate_and_up.adds(both.shape[0]):
+            return lora.sum_of_products(g, gb, gate_and_up, a[WIDE]), gb
         templates.lora.append_columns(gb, both, 2 * inner)
         return both @ gate_and_up.stacked(a[WIDE], x.dtype), gb
 
