@@ -44,6 +44,12 @@ def test_a_product_of_few_operations_a_byte_waits_for_memory():
     assert large == Work(2 * 1024**3, traffic=0, kernels=1)
 
 
+def test_a_matrix_that_is_added_is_copied_to_the_output_first():
+    row, *squares = torch.randn(N), *torch.randn(3, N, N)
+    assert of(torch.addmm, *squares) == Work(PRODUCT, traffic=WAITED + 3 * SQUARE, kernels=2)
+    assert of(torch.addmm, row, *squares[1:]) == Work(PRODUCT, traffic=WAITED + row.nbytes, kernels=1)
+
+
 def test_fused_code_reads_and_writes_once():
     assert of(lambda a, b: ((a + b).relu() * a).sigmoid()) == Work(traffic=3 * SQUARE, kernels=1)
     assert of(lambda a, b: (a + b, a * b)) == Work(traffic=4 * SQUARE, kernels=1)
