@@ -115,7 +115,8 @@ def missing(load: bool = False) -> tuple[PrivateName, ...]:
 
 def lost(rows: Iterable[PrivateName], load: bool) -> tuple[PrivateName, ...]:
     """Those of some rows whose package is installed and does not have them; see `missing`."""
-    return tuple(row for row in rows if row.used and _can_check(row.name, load) and not is_there(row))
+    unknown = (row for row in rows if row.name not in _found)  # versions are compared slowly, and reports ask often
+    return tuple(row for row in unknown if row.used and _can_check(row.name, load) and not is_there(row))
 
 
 def notes(rows: Iterable[PrivateName] = PRIVATE_NAMES) -> list[str]:
