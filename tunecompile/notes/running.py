@@ -166,6 +166,7 @@ REASONS = {
     "fused-head-parameters": NoteKind("its parameters are not known in this version of TRL ({subject})"),
     "fused-head-without-function": NoteKind("its forward calls no function that is known"),
     "fused-head-computes-else": NoteKind("it computes something else than log-probabilities of a linear head"),
+    "fused-head-not-compared": NoteKind("it could not be compared with ours ({subject})"),
     "fused-head-weight": NoteKind("the head's weight is a {subject}"),
     # why logits are computed
     "logits-computed": NoteKind(

@@ -49,5 +49,12 @@ def test_scores_that_are_others_are_the_packages_own(monkeypatch):
     for _ in range(2):
         assert has([FusedForward.score(fused, call, None)], "fused-head-computes-else")
     assert same == [call], "options are looked at once"
+
+    def small(*_):
+        raise ValueError("37 is no multiple of 64")
+
+    monkeypatch.setattr(fused_forward.trl, "same_scores", small)
+    fused.known.clear()
+    assert has([FusedForward.score(fused, call, None)], "fused-head-not-compared", subject="no multiple of 64")
     fused.step.mode = Mode.EAGER
     assert FusedForward.score(fused, call, None) is None

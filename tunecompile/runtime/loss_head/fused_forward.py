@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tunecompile.errors import summary
 from tunecompile.integrations import trl
 from tunecompile.integrations.bitsandbytes import STATE, from_4_bits
 from tunecompile.integrations.trl import OUTPUTS, ScoreCall, Scores
@@ -29,7 +30,7 @@ class FusedForward:
         self.before = model.__dict__["forward"]  #: what stood there
         self.active = True
         self.refused: list[Note] = []
-        self.known: dict[tuple, bool] = {}  #: whether ours are the same scores, by the options of the call
+        self.known: dict[tuple, Note | None] = {}  #: why scores are not ours, by the options of the call
         self.ours = trl.with_scores(self.before, self.score, self.refuse)
         #: for evaluations: what a call has shown decides how the next one selects rows, and so in which order it adds
         self.evaluated = trl.with_scores(self.before, self.score, self.refuse)
@@ -50,9 +51,9 @@ class FusedForward:
             return reason
         key = (call.hidden.device.type, call.bias is None, *call.options)
         if key not in self.known:
-            self.known[key] = trl.same_scores(_scores, theirs, call)
-        if not self.known[key]:
-            return note("fused-head-computes-else")
+            self.known[key] = _differ(theirs, call)
+        if reason := self.known[key]:
+            return reason
         for budget in self.step.budgets if self.step.active else ():
             budget.settle()
         self.head.tally.rewritten = self.head.tally.found
@@ -77,6 +78,14 @@ def _standing(fused: FusedForward) -> Callable:
             fused.step.scores_tokens = False
 
     return forward
+
+
+def _differ(theirs: Callable[[ScoreCall], Scores], call: ScoreCall) -> Note | None:
+    """Why TRL's function is not known to compute what ours does, by a small problem, which it may not take."""
+    try:
+        return None if trl.same_scores(_scores, theirs, call) else note("fused-head-computes-else")
+    except Exception as error:  # of any kernel that a version of TRL has
+        return note("fused-head-not-compared", summary(error))
 
 
 def _unfit(call: ScoreCall) -> Note | None:
