@@ -90,7 +90,7 @@ def demo(
         Path, typer.Option(help="The WordNet questions: benchmarks/data/wordnet.jsonl of the source tree.")
     ],
     systems: types.Systems = "eager,tunecompile",
-    steps: Annotated[int, typer.Option(min=4)] = 16,
+    steps: Annotated[int, typer.Option(min=4)] = 12,
     trainer: Annotated[Literal["sft", "loop"], typer.Option(help="TRL's, or a plain PyTorch loop.")] = "sft",
     out: types.Out = Path("reports/demo"),
 ) -> None:

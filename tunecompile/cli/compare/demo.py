@@ -87,7 +87,7 @@ def run_demo(
     rows = dict(batch=BATCH, seq_len=LENGTH, pad_to=LENGTH, too_long="drop", held_out=HELD_OUT, questions=QUESTIONS)
     how = dict(trainer=trainer, steps=steps, lr=5e-4, device=device, dtype=dtype, adapter=str(out / "adapter"))
     job = Job("hf", str(model), data=data, **rows, **how)
-    comparison = Comparison(systems, job, out, name=NAME, reference_steps=8, turns=device == "cpu")
+    comparison = Comparison(systems, job, out, name=NAME, reference_steps=6, turns=device == "cpu")
 
     def finish(result: dict, listen: Listener) -> None:
         reload_adapter(result, comparison, listen)

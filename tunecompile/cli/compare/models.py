@@ -15,7 +15,7 @@ from torch import nn
 from tunecompile.cli.compare.data import prepare_tokenizer
 from tunecompile.cli.compare.shapes import build_shape_model
 from tunecompile.cli.compare.spec import REFERENCE, Job
-from tunecompile.errors import ModelNotFound
+from tunecompile.errors import ModelNotFound, NotOptimized
 from tunecompile.estimate.known_shapes import SHAPES, lora_targets
 from tunecompile.integrations.bitsandbytes import values_of
 from tunecompile.runtime.layers.find_layers import find_layers
@@ -164,6 +164,15 @@ def apply_system(model: nn.Module, job: Job) -> nn.Module:
         precision = cast("Literal['fp8', 'int8'] | None", job.precision)
         model = tunecompile.optimize(model, memory=job.memory, precision=precision)
     return model
+
+
+def remove_system(model: nn.Module, job: Job) -> None:
+    """Run the model by its own code again, where the system leaves a way back and no budget counts on it."""
+    if job.engine == "tunecompile" and not job.memory:
+        import tunecompile
+
+        with contextlib.suppress(NotOptimized):  # TUNECOMPILE=0
+            tunecompile.restore(model)
 
 
 @contextlib.contextmanager

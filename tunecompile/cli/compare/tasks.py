@@ -84,19 +84,21 @@ def data_run(job: Job, progress: Progress) -> dict:
         return loops.train_loop(trained, batches[ranks.rank() :: job.processes], job, "train")
 
     run |= measured(model, job, train, progress)
-    if held_out:
-        run["held_out_after"] = held_out_loss(model, held_out, job)
-    for answer, row, text in zip(answers, asked, answer_all(model, tokenizer, asked, job)):
-        expected = row.get("completion") or row["chosen"]
-        answer |= {"question": text_of(row["prompt"]), "expected": text_of(expected), "after": text}
     if job.adapter:
         model.save_pretrained(job.adapter)
     if job.gradients:
         say("phase", text="gradient check")
         batch = data.make_batches(split.train, tokenizer, job, 1)[0]
         gradients.dump_gradients(model.train(), batch, job, job.gradients, initial)
+    about = about_model(model, job)
+    models.remove_system(model, job)  # what was learned is looked at by the same code under all systems
+    if held_out:
+        run["held_out_after"] = held_out_loss(model, held_out, job)
+    for answer, row, text in zip(answers, asked, answer_all(model, tokenizer, asked, job)):
+        expected = row.get("completion") or row["chosen"]
+        answer |= {"question": text_of(row["prompt"]), "expected": text_of(expected), "after": text}
     rows = {"dropped_rows": split.dropped, "rows": len(split.train)}
-    return rows | {"runs": [run], "answers": answers} | about_model(model, job)
+    return rows | {"runs": [run], "answers": answers} | about
 
 
 def wrapped(model: Any, job: Job) -> Any:
