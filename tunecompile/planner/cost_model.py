@@ -119,7 +119,7 @@ def _product(node: Node) -> Work:
     if _is_grouped(node):
         return Work(grouped=operations, traffic=exposed, kernels=1)
     rate = 2 if "scaled" in aten_name(node.target) else 1  # FP8 has twice the rate
-    if "addmm" in aten_name(node.target) and node.args[0].meta["val"].dim() > 1:  # torch copies it to the output first
+    if "addmm" in aten_name(node.target) and node.all_input_nodes[0].meta["val"].dim() > 1:  # it is copied to y first
         return Work(operations // rate, traffic=exposed + 2 * node_bytes(node), kernels=2)
     return Work(operations // rate, traffic=exposed, kernels=1)
 
