@@ -149,8 +149,6 @@ _found: set[str] = set()
 
 def _can_check(name: str, load: bool) -> bool:
     """Whether a name can be looked for: its modules are imported, or may be."""
-    if name in _found:
-        return True
     if name.startswith("torch.distributed.") and not torch.distributed.is_available():
         return False
     parts = name.split(".")
