@@ -119,9 +119,9 @@ def _product(node: Node) -> Work:
     if _is_grouped(node):
         return Work(grouped=operations, traffic=exposed, kernels=1)
     rate = 2 if "scaled" in aten_name(node.target) else 1  # FP8 has twice the rate
-    if "addmm" in aten_name(node.target) and node.all_input_nodes[0].meta["val"].dim() > 1:  # it is copied to y first
-        return Work(operations // rate, traffic=exposed + 2 * node_bytes(node), kernels=2)
-    return Work(operations // rate, traffic=exposed, kernels=1)
+    # a matrix that is added is copied to the output first
+    copies = int("addmm" in aten_name(node.target) and node.all_input_nodes[0].meta["val"].dim() > 1)
+    return Work(operations // rate, traffic=exposed + copies * 2 * node_bytes(node), kernels=1 + copies)
 
 
 def _launch(node: Node) -> Work:
