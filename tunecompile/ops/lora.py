@@ -150,8 +150,8 @@ def product(x: Tensor, inputs, frozen: FrozenWeights, a, b, scales, dtype: torch
 def with_term(x: Tensor, xa: Tensor, weights: Sequence[Tensor], b, scales) -> Tensor:
     """Return concat_i(x W_i^T + scale_i xa_i B_i^T), rows of tokens: each product adds its adapter's term."""
     term = rounded_product(xa, on_diagonal(b, scales, xa.dtype).t(), x.dtype)
-    terms = term.split([m.shape[0] for m in b], 1) if len(weights) > 1 else [term]
-    ys = [torch.addmm(term, x, weight.t()) for term, weight in zip(terms, weights)]
+    terms = term.split([w.shape[0] for w in weights], 1)
+    ys = [torch.addmm(part, x, weight.t()) for part, weight in zip(terms, weights)]
     return ys[0] if len(ys) == 1 else torch.cat(ys, 1)
 
 
