@@ -47,9 +47,7 @@ def test_which_templates_a_t4_takes(dtype):
     with as_on_gpu("t4"):
         refused = refuse_gpu(x)
         assert (refused is None) == (dtype is torch.float16)
-        assert documents._refuse_flash(heads, heads, heads, 0.0) and documents.refuse_template(
-            heads, heads, heads, True
-        )
+        assert documents._refuse_flash(heads, heads, heads, 0.0) and documents.refuse_template(heads, heads, heads)
         (joined,) = [each for each in lora_mlp.providers if each.name == "joined"]
         args = (x, [x] * 3, [x] * 3, [x] * 3, [1.0] * 3, "dense", "silu")
         assert joined.refuses(*args) is not None

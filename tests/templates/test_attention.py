@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 from tests.support.trees import dense  # noqa: E402
-from tunecompile.ops import dropout_attention  # noqa: E402
+from tunecompile.ops import dropout_attention, varlen_attention  # noqa: E402
 from tunecompile.templates import attention  # noqa: E402
 from tunecompile.templates._tiles import Tile  # noqa: E402
 
@@ -63,6 +63,29 @@ def test_dropped_weights(device, error, window, causal, dropout):
     compare_dropout(device, error, 2e-6, (5, 0, 1, 70), 4, 2, 16, window, causal, dropout, torch.float32)
 
 
+def compare_both_ways(device, error, limit, lengths, shared, width, window, softcap, dtype):
+    """The provider of documents that are not causal, as of images' patches, against the op in plain PyTorch."""
+    q, k, v = (make((sum(lengths), heads, width), device, dtype, i) for i, heads in enumerate((4, shared, shared)))
+    sinks, offsets = make((4,), device, dtype, 3), torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    rest = (offsets, max(lengths) + 3, 0.2, window, sinks, False, softcap)
+    wide = (*(x.double() for x in (q, k, v)), *rest)
+    exact = varlen_attention.reference(*wide)
+    wanted = varlen_attention.backward_op.reference(exact[0], *wide, *exact)
+    forward, backward = (
+        next(p.run for p in op.providers if p.name == "triton")
+        for op in (varlen_attention, varlen_attention.backward_op)
+    )
+    made = forward(q, k, v, *rest)
+    got = backward(exact[0].to(dtype), q, k, v, *rest, *made)
+    for mine, right in zip((*made, *got), (*exact, *wanted)):
+        assert error(mine, right) < limit
+
+
+@pytest.mark.parametrize("window, softcap", [(0, 0.0), (20, 2.0)])
+def test_all_of_a_document(device, error, window, softcap):
+    compare_both_ways(device, error, 2e-6, (5, 0, 1, 70), 2, 16, window, softcap, torch.float32)
+
+
 def test_half_precision_in_chunks_and_slices(device, error):
     """A head wider than a chunk, and than a slice: scores are sums over chunks, results are written in parts."""
     tile = Tile(64, rows=64, num_warps=4, num_stages=1, step=64)
@@ -93,3 +116,9 @@ def test_real_size(gpu_only, device, error, width, shared, window, softcap):
 @pytest.mark.parametrize("width, shared, causal", [(64, 4, False), (128, 2, True)])
 def test_real_size_of_dropped_weights(gpu_only, device, error, width, shared, causal):
     compare_dropout(device, error, 8e-3, (300, 1, 64, 500), 4, shared, width, 0, causal, 0.1, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width, shared, window, softcap", [(72, 4, 0, 0.0), (512, 1, 0, 0.0), (128, 2, 100, 5.0)])
+def test_real_size_of_all_of_a_document(gpu_only, device, error, width, shared, window, softcap):
+    compare_both_ways(device, error, 8e-3, (1000, 1, 300), shared, width, window, softcap, torch.bfloat16)

@@ -23,7 +23,6 @@ REASONS = {
         "heads of {queries} and {values}: they must be equal, a multiple of 8 and at most 256",
     ),
     "softcap-not-supported": NoteKind("scores are soft-capped"),
-    "not-causal": NoteKind("a token sees those behind it"),
     "template-head-widths": NoteKind("heads of {queries} and {values}: they must be equal, and of 16 to 512"),
     "key-and-value-widths": NoteKind("keys of {keys} and values of {values}: multiples of 16, keys of at most {limit}"),
     "states-of-a-channel": NoteKind("a channel has {states} states: at most {limit}"),

@@ -130,7 +130,7 @@ def branch_attention_backward(
 
 def refuse_branches(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
     """Return why no kernel for branches takes these; None where one does."""
-    return refuse_template(q, k, v, True)
+    return refuse_template(q, k, v)
 
 
 @branch_attention.provider("triton", because="reads prefixes in place, and once", refuses=refuse_branches)

@@ -236,12 +236,10 @@ def _refuse_flash(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Note | Non
     return None
 
 
-def refuse_template(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Note | None:
+def refuse_template(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
     """Return why the template cannot take these; None where it can."""
     if reason := refuse_attention(q, k, v, triton=True) or refuse_spills(q):
         return reason
-    if not causal:
-        return note("not-causal")
     if not 16 <= q.shape[-1] == v.shape[-1] <= 512:
         return note("template-head-widths", queries=q.shape[-1], values=v.shape[-1])
     return None
@@ -291,11 +289,12 @@ def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, ou
 
 @varlen_attention.provider("triton", because=_TEMPLATE, refuses=refuse_template)
 def _(q, k, v, offsets, longest, scale, window, sinks, causal, softcap):
-    return join_sinks(*templates.attention.forward(q, k, v, offsets, longest, scale, window, softcap), sinks)
+    made = templates.attention.forward(q, k, v, offsets, longest, scale, window, softcap, causal=causal)
+    return join_sinks(*made, sinks)
 
 
 @varlen_attention_backward.provider("triton", because=_TEMPLATE, refuses=refuse_template)
 def _(grad, q, k, v, offsets, longest, scale, window, sinks, causal, softcap, out0, out1):
-    delta = sums_of_gradients(grad, out0)
-    made = templates.attention.backward(grad, q, k, v, out1, delta, offsets, longest, scale, window, softcap)
+    rest = (out1, sums_of_gradients(grad, out0), offsets, longest, scale, window, softcap)
+    made = templates.attention.backward(grad, q, k, v, *rest, causal=causal)
     return [*made, sinks_gradient(grad, out0, out1, sinks)]

@@ -10,7 +10,6 @@ from torch import Tensor
 from tunecompile import templates
 from tunecompile.ir.op import Cost, op
 from tunecompile.ir.shape_rule_cache import contiguous_like
-from tunecompile.notes import Note
 from tunecompile.ops.attention.documents import Places, attention_shapes, refuse_template, sums_of_gradients
 
 ROUNDS = 7  #: of Philox, with which it passes all tests of randomness (its paper, table 2)
@@ -101,16 +100,12 @@ def dropout_attention_backward(
 _TEMPLATE = "weights are dropped in registers, by the same words in both passes"
 
 
-def _refuse(q: Tensor, k: Tensor, v: Tensor) -> Note | None:
-    return refuse_template(q, k, v, True)  # with dropout it is launched for documents that are not causal, too
-
-
-@dropout_attention.provider("triton", because=_TEMPLATE, refuses=_refuse)
+@dropout_attention.provider("triton", because=_TEMPLATE, refuses=refuse_template)
 def _(q, k, v, offsets, longest, scale, window, causal, dropout, seed):
     return templates.attention.forward(q, k, v, offsets, longest, scale, window, causal=causal, dropped=(dropout, seed))
 
 
-@dropout_attention_backward.provider("triton", because=_TEMPLATE, refuses=_refuse)
+@dropout_attention_backward.provider("triton", because=_TEMPLATE, refuses=refuse_template)
 def _(grad, q, k, v, offsets, longest, scale, window, causal, dropout, seed, out0, out1):
     rest = (out1, sums_of_gradients(grad, out0), offsets, longest, scale, window)
     return [*templates.attention.backward(grad, q, k, v, *rest, causal=causal, dropped=(dropout, seed))]
