@@ -119,9 +119,11 @@ def _inductor_settings(
 
     combo_kernels joins small independent kernels (casts of adapters, sums of parts): 1,795 launches a step become 1,476
     on a 1B model. Templates start as Inductor's own kernels do, without a run of the C compiler for each, 0.1 s a
-    kernel (its workers know from their environment).
+    kernel (its workers know from their environment). What is read of five tensors (4, without this) is recomputed
+    by its second reader: a rotation's gradient, scaled by a norm's weight, would be written in fp32 otherwise,
+    and the norm's gradient is two kernels then.
     """
-    settings: dict[str, Any] = {"combo_kernels": combine, **_LAUNCHES}
+    settings: dict[str, Any] = {"combo_kernels": combine, "realize_reads_threshold": 5, **_LAUNCHES}
     if known_bugs.MIX_ORDER_REDUCTION.present:
         settings["triton.mix_order_reduction"] = False
     if known_bugs.PADDING_GUARDS_SIZES.present and any(isinstance(each, torch.SymInt) for each in inputs):

@@ -299,6 +299,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *group("AOTAutograd's own choice of donated buffers holds", "torch._functorch.config.donated_buffer"),
     *group("small kernels are not joined", "torch._inductor.config.combo_kernels"),
+    *group("gradients of rotated heads are in two kernels", "torch._inductor.config.realize_reads_threshold"),
     *group(
         "code for changing sizes may be generated again though a cache has it",
         "torch._inductor.codecache.extract_tensor_metadata_for_cache_key",
