@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.support.ops.checks import error
+from tests.support.ops.checks import assert_fake_is_real, error
 from tunecompile.ops.adapters import products
-from tunecompile.ops.adapters.products import outer, pieces, project, rounded_product
+from tunecompile.ops.adapters.products import adapted_sum, exact_factors, outer, pieces, project
 
 
 def operands(device, rows=300, width=192, rank=5):
@@ -54,9 +54,26 @@ def test_what_is_rounded_loses_nothing_more(monkeypatch):
     monkeypatch.setattr(products, "on_gpu", lambda tensor: True)
     left, right = torch.randn(300, 8), torch.randn(8, 200)
     exact = left.double() @ right.double()
-    made = rounded_product(left, right, torch.bfloat16)
-    assert made.dtype == torch.bfloat16
+    factors = exact_factors(left, right, torch.bfloat16)
+    made = adapted_sum(*factors, [torch.zeros(300, 1).bfloat16()], [torch.zeros(1, 200).bfloat16()], [0])
+    assert made.dtype == factors[0].dtype == torch.bfloat16
     assert error(made, exact) <= 1.02 * error((left @ right).bfloat16(), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("columns, width", [((0, 5), 8), ((0, 0), 4)], ids=["beside each other", "upon each other"])
+def test_sum_of_products(columns, width, dtype):
+    """Columns of rows, and turned weights, are read where they are."""
+    narrow, adapter = torch.randn(6, 2).to(dtype), torch.randn(2, width).to(dtype)
+    rows = list(torch.randn(6, 14).to(dtype).split(7, 1))
+    weights = [torch.randn(w, 7).to(dtype).t() for w in ((5, 3) if columns[1] else (4, 4))]
+    args = (narrow, adapter, rows, weights, [*columns])
+    exact = narrow.double() @ adapter.double()
+    for left, right, first in zip(rows, weights, columns):
+        exact[:, first : first + right.shape[1]] += left.double() @ right.double()
+    assert error(adapted_sum(*args), exact) < (1e-15 if dtype == torch.float64 else 2**-7)
+    assert_fake_is_real(adapted_sum, *args)
+    assert adapted_sum.flops(*args) == 2 * 6 * (2 * width + 7 * sum(w.shape[1] for w in weights))
 
 
 @pytest.mark.gpu  # in generated code: tests/models/test_gpu_experts.py

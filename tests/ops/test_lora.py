@@ -117,10 +117,11 @@ def test_providers_are_as_exact_as_the_reference(case, dtype, adapters, rows, mo
     [
         ([14336, 14336], 4096, 1024, True, True),  # gate and up of Llama's 8B
         ([14336, 14336], 4096, 4096, False, True),
-        ([14336, 14336], 4096, 8192, False, False),
-        ([4096, 1024, 1024], 4096, 1024, False, False),  # q, k, v: products with k and v would leave a GPU idle
+        ([14336, 14336], 4096, 8192, False, True),
+        ([14336, 14336], 4096, 16384, False, False),
+        ([4096, 1024, 1024], 4096, 1024, False, True),  # q, k, v: products with k and v would leave a GPU idle
         ([4096], 14336, 1024, True, True),
-        ([4096], 14336, 2048, True, False),
+        ([4096], 14336, 4096, True, False),
     ],
 )
 def test_weights_are_copied_where_that_moves_fewer_bytes(rows, columns, tokens, alone, adds):

@@ -95,26 +95,25 @@ class DenseWeights:
         return self.matrices[0][: self.height, : self.columns].split(self.rows) if self.fused else self.matrices
 
     def without_copy(self, tokens: int) -> Sequence[Tensor] | None:
-        """Return the W_i if y is computed by a product with each, which adds its adapter's term; else None.
+        """Return the W_i if y is computed by a product with each, added to its adapter's term; else None.
 
-        The term is written, copied to the output of the product (cuBLAS overwrites its addend) and read there, each
-        as large as y. For few tokens these are fewer bytes than a copy of W with scale B beside it. Siblings stay
-        together where a product with one of them would leave much of a GPU idle.
+        So y is written and read once more. For few tokens these are fewer bytes than a copy of W with scale B beside
+        it. Siblings stay together where a product with one of them would leave much of a GPU idle.
 
         Args:
             tokens: rows of the product; may be symbolic.
         """
         tokens, alone = size_hint(tokens), len(self.matrices) == 1
-        few = not self.fused and 2 * tokens < self.columns
+        few = not self.fused and tokens < self.columns
         return self.matrices if few and (alone or -(-tokens // TILE) * min(self.rows) >= TILES * TILE) else None
 
     def adds(self, tokens: int) -> bool:
         """Whether dX is the sum of dY_i W_i and the adapters' term, for so many rows of dY.
 
-        Each product copies and reads the sum so far, as large as dX. For few tokens these are fewer bytes than a copy
+        Each product reads and writes the sum so far, as large as dX. For few tokens these are fewer bytes than a copy
         of all W_i with A below them.
         """
-        return not self.fused and 2 * len(self.matrices) * size_hint(tokens) < self.height
+        return not self.fused and len(self.matrices) * size_hint(tokens) < self.height
 
     def extended(self, b: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Return [W | scale B | 0], the factor of [x | xa | 0]; `dtype` is that of the adapters' arithmetic."""

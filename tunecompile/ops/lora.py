@@ -15,7 +15,7 @@ from tunecompile.ir.pretend_gpu import on_gpu
 from tunecompile.ir.shape_rule_cache import contiguous_like
 from tunecompile.notes import Note, note
 from tunecompile.ops.adapters.layout import on_diagonal, padded
-from tunecompile.ops.adapters.products import outer, project, rounded_product
+from tunecompile.ops.adapters.products import adapted_sum, exact_factors, outer, project
 from tunecompile.ops.eight_bits import FORMATS, EightBits
 from tunecompile.ops.frozen_weights import DENSE, FrozenWeights, PackedWeights, frozen_weights, packed_as
 from tunecompile.ops.nf4 import BITSANDBYTES
@@ -149,10 +149,9 @@ def product(x: Tensor, inputs, frozen: FrozenWeights, a, b, scales, dtype: torch
 
 def with_term(x: Tensor, xa: Tensor, weights: Sequence[Tensor], b, scales) -> Tensor:
     """Return concat_i(x W_i^T + scale_i xa_i B_i^T), rows of tokens: each product adds its adapter's term."""
-    term = rounded_product(xa, on_diagonal(b, scales, xa.dtype).t(), x.dtype)
-    terms = term.split([w.shape[0] for w in weights], 1)
-    ys = [torch.addmm(part, x, weight.t()) for part, weight in zip(terms, weights)]
-    return ys[0] if len(ys) == 1 else torch.cat(ys, 1)
+    factors = exact_factors(xa, on_diagonal(b, scales, xa.dtype).t(), x.dtype)
+    firsts = [sum(w.shape[0] for w in weights[:i]) for i in range(len(weights))]
+    return adapted_sum(*factors, [x] * len(weights), [w.t() for w in weights], firsts)
 
 
 def down(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -299,9 +298,8 @@ BaseGradient = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 def base_gradient(frozen: FrozenWeights, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:
     """Return the `BaseGradient` of all siblings.
 
-    [dY | dY B] @ [W; A] costs a copy of dY if its producer cannot write it in place. Adding the adapters' term instead
-    writes it, copies it to the output of the product (cuBLAS overwrites its addend) and reads it there, each as large
-    as dX.
+    [dY | dY B] @ [W; A] costs a copy of dY if its producer cannot write it in place. Adding to the adapters' term
+    instead writes and reads dX once more.
     """
 
     def gradient(grad: Tensor, adapters: Tensor, read_x: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -317,12 +315,12 @@ def base_gradient(frozen: FrozenWeights, a: Sequence[Tensor], dtype: torch.dtype
 
 def sum_of_products(g: Tensor, gb: Tensor | None, frozen: FrozenWeights, a: Sequence[Tensor]) -> Tensor:
     """Return dX, the adapters' term in it, if dY B is given: the sum of the products of dY_i with each weight."""
-    dx = None if gb is None else rounded_product(gb, torch.cat([m.to(gb.dtype) for m in a]), g.dtype)
     each = frozen.matrices if frozen.adds(g.shape[0]) else [frozen.stacked(a, g.dtype, with_adapters=False)]
-    for part, weight in zip(g.split([w.shape[0] for w in each], 1), each):
-        dx = part @ weight if dx is None else torch.addmm(dx, part, weight)
-    assert dx is not None
-    return dx
+    terms = [*zip(g.split([w.shape[0] for w in each], 1), each)]
+    if gb is not None:
+        terms.insert(0, exact_factors(gb, torch.cat([m.to(gb.dtype) for m in a]), g.dtype))
+    (left, right), *rest = terms
+    return adapted_sum(left, right, *map(list, zip(*rest)), [0] * len(rest)) if rest else left @ right
 
 
 def base_gradient_in(eight: EightBits, weight: FrozenWeights, a: Sequence[Tensor], dtype: torch.dtype) -> BaseGradient:

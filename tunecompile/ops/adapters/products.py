@@ -5,12 +5,14 @@ copy of all rows in fp32. But rows are exact in bf16, and an fp32 matrix is exac
 of its 24 each. (Splitting into narrow pieces: Henry, Tang and Heinecke, 2019, arXiv:1904.06376.)
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tunecompile import templates
 from tunecompile._torch import card
-from tunecompile.ir.op import has_triton, refuse_spills
+from tunecompile.ir.op import Cost, has_triton, op, refuse_spills
 from tunecompile.ir.pretend_gpu import on_gpu
 
 _UPPER = -(1 << 16)  #: the bits of an fp32 number that are those of a bf16 one
@@ -66,8 +68,8 @@ def pieces(m: Tensor) -> tuple[Tensor, Tensor]:
     return upper.to(torch.bfloat16), (m - upper).to(torch.bfloat16)
 
 
-def rounded_product(narrow: Tensor, adapter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return narrow @ adapter, both in the adapters' dtype, rounded to the dtype of rows.
+def exact_factors(narrow: Tensor, adapter: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return two matrices whose product is narrow @ adapter, for a result that is rounded to the dtype of rows.
 
     Two fp32 operands are split where the result is in bf16: what is lost is a hundredth of its rounding.
 
@@ -77,6 +79,39 @@ def rounded_product(narrow: Tensor, adapter: Tensor, dtype: torch.dtype) -> Tens
         dtype: of the result.
     """
     if (narrow.dtype, dtype) != (torch.float32, torch.bfloat16) or not on_gpu(narrow):
-        return (narrow @ adapter).to(dtype)
+        return narrow, adapter
     (upper, lower), (high, low) = pieces(narrow), pieces(adapter)
-    return torch.cat([upper, upper, lower], 1) @ torch.cat([high, low, high])
+    return torch.cat([upper, upper, lower], 1), torch.cat([high, low, high])
+
+
+def _sum_flops(narrow: Tensor, adapter: Tensor, rows: Sequence[Tensor], weights: Sequence[Tensor], _) -> int:
+    return sum(2 * left.numel() * right.shape[1] for left, right in zip((narrow, *rows), (adapter, *weights)))
+
+
+def _sum_shapes(narrow: Tensor, adapter: Tensor, rows: Sequence[Tensor], *_) -> Tensor:
+    return rows[0].new_empty(narrow.shape[0], adapter.shape[1])
+
+
+@op(cost=Cost.MATMUL, opaque=True, flops=_sum_flops, shapes=_sum_shapes)
+def adapted_sum(
+    narrow: Tensor, adapter: Tensor, rows: Sequence[Tensor], weights: Sequence[Tensor], columns: Sequence[int]
+) -> Tensor:
+    """Return narrow @ adapter, to which each rows[i] @ weights[i] is added, from columns[i] on.
+
+    Nothing but the sum is written: it is opaque, since in a graph each addition would begin with a copy of the sum. It
+    has no backward: providers of other ops call it.
+
+    Args:
+        narrow: [T, R], any floating dtype; R may be 0.
+        adapter: [R, N], in the dtype of `narrow`.
+        rows: [T, K_i] each, any floating dtype.
+        weights: [K_i, N_i] each, in the dtype of rows.
+        columns: the first column of each product in the sum.
+
+    Returns:
+        [T, N] in the dtype of rows; each product is added in its accumulator, and rounded.
+    """
+    total = (narrow @ adapter).to(rows[0].dtype)
+    for left, right, first in zip(rows, weights, columns):
+        total[:, first : first + right.shape[1]].addmm_(left, right)
+    return total
