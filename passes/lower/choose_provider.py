@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from tunecompile._torch.fake_tensors import fake_mode_of, trace, tracing
+from tunecompile._torch.fake_tensors import fake_mode_of, note_computed, trace, tracing
 from tunecompile.compiler.pass_manager import Context, Pass
 from tunecompile.ir.eager_call import outputs
 from tunecompile.ir.nodes import outputs_read
@@ -187,6 +187,8 @@ def _inline(
             if not share or "val" not in copy.meta:
                 args, kwargs = torch.fx.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
                 copy.meta["val"] = inner.target(*args, **kwargs)
+            if isinstance(copy.target, torch._ops.OpOverload) and not returns_view(copy.target):
+                note_computed(copy)
             placed[inner] = copy
     raise AssertionError("a traced graph ends with its output")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sympy import Eq, Expr  # noqa: F401 (others read `Expr` here)
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from tunecompile._torch.autograd import no_autocast
 from tunecompile._torch.lookup import lookup
@@ -68,6 +68,20 @@ def trace(fn: Callable, args: tuple, fake_mode: FakeTensorMode | None) -> torch.
     """
     with tracing(fake_mode), torch.fx.traceback.preserve_node_meta():
         return make_fx(torch.func.functionalize(fn), select_decomp_table(), tracing_mode="real")(*args)
+
+
+_OF = "tunecompile_value_of"  #: of a node's metadata: the arguments that its fake value was computed from
+
+
+def note_computed(node: Node) -> None:
+    """Tell that a node's fake value is that of its arguments, in memory of its own."""
+    node.meta[_OF] = node.args, node.kwargs
+
+
+def is_computed(node: Node) -> bool:
+    """Whether that was told of the arguments that the node has now."""
+    args, kwargs = node.meta.get(_OF, (None, None))
+    return args is node.args and kwargs is node.kwargs
 
 
 def size_hint(size: int | torch.SymInt) -> int:

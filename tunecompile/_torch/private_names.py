@@ -326,6 +326,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "generating code takes longer",
         *("_inductor.fx_passes.post_grad", "_dynamo.repro.after_aot", "_dynamo.repro.after_aot.save_graph_repro"),
         "_inductor.fx_passes.post_grad.decompose_triton_kernel_wrapper_functional",
+        "_inductor.fx_passes.post_grad.FakeTensorUpdater",
+        "_inductor.fx_passes.post_grad.FakeTensorUpdater.processed_hashes",
+        "_inductor.fx_passes.post_grad.FakeTensorUpdater.hash_node",
+        "_inductor.fx_passes.post_grad.FakeTensorUpdater.incremental_update",
         under="torch",
     ),
     *group(
