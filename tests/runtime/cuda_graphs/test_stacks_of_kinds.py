@@ -62,6 +62,7 @@ def test_layers_that_hand_on_keys_stand_between_stacks(on_cpu, replayed):
         size = max(gradient.norm() for gradient in theirs.values())
         assert max((ours[name] - theirs[name]).norm() for name in theirs) < 1e-4 * size
     assert len(replayed) >= 4 and set(replayed) == {2} and not of(models[0]).broken
+    assert tunecompile.report(models[0]).compiles == 4, "layers that keep keys have the graph of those that could"
 
 
 class GivesEachItsOwn(torch.nn.Module):

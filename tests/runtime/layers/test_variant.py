@@ -53,7 +53,7 @@ def compile_once(monkeypatch):
             **dict(graphs=0, batch=0, breaks=[], recompiles=[], contexts=[], integers_change=False),
             **dict(histories=defaultdict(History), effort=effort, backend=backend, _traced=lambda: traced.append(1)),
             end_trace=lambda: None,
-            **{"flat": False, "unread": False, "collects": 0, "shares": False, "own": (), **state},
+            **{"flat": False, "unread": False, "collects": 0, "shares": False, "own": (), "keys": None, **state},
         )
         gm = fx.symbolic_trace(torch.nn.Tanh())
         if broken is not None:

@@ -32,6 +32,7 @@ from tunecompile.runtime.layers.force_grad import Shared, require_grad, without_
 from tunecompile.runtime.layers.placed_layer import PlacedLayer
 from tunecompile.runtime.layers.region import EVALUATION, SCORING, CallKind, Region
 from tunecompile.runtime.layers.unread_weights import are_unread
+from tunecompile.runtime.layers.unused_results import are_read
 from tunecompile.runtime.layers.variant import Variant, unchanged
 from tunecompile.runtime.memory.budget import RuntimePlanner
 from tunecompile.runtime.memory.given_containers import holds_containers
@@ -56,6 +57,8 @@ class CompiledLayer(PlacedLayer):
         self.step = step
         self.place, self.stack = 0, 0  #: among all layers, and the number of its list of layers
         self.first = False  #: in its list of layers
+        #: whether others read keys that it keeps; None where it keeps none (see `shared_keys`)
+        self.keys_read: bool | None = None
         self.window = max(0, windows_of(layer)[0])  #: tokens that attention sees, by its attributes; 0 for all
         self.checkpoint = False  #: whether the user enabled gradient checkpointing
         self.paddings: tuple[Unpadding, Unpadding] | None = None  #: of training steps, and of evaluations
@@ -232,7 +235,8 @@ class CompiledLayer(PlacedLayer):
         self.variant.batch = self.step.batches
         leave = None if self.flat is None else self.flat.leave_inside
         captured = output_capturing.collecting(self.hooks, in_backward(), leave)
-        with context_parallel.outside(self.padding), captured as collected:
+        keys = self.region.keys if self.keys_read else None
+        with context_parallel.outside(self.padding), captured as collected, are_read(keys):
             self.variant.collects = collected.asked
             if self.flat is not None:
                 self.collected, self.variant.shares = collected, self.flat.shared is not None

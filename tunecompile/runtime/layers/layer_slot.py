@@ -12,7 +12,7 @@ from torch import nn
 from tunecompile._torch.autograd import in_backward, in_checkpoint
 from tunecompile._torch.dynamo import is_compiling
 from tunecompile._torch.modules import call_original
-from tunecompile.integrations import context_parallel, output_capturing
+from tunecompile.integrations import context_parallel, output_capturing, shared_keys
 from tunecompile.integrations.transformers import without_cache
 from tunecompile.notes import Note, note
 from tunecompile.runtime.cuda_graphs.between import Form
@@ -27,7 +27,7 @@ from tunecompile.runtime.step.rows_refused import RowsRefused
 from tunecompile.runtime.step.state import Step
 from tunecompile.runtime.unpad.decision import PACKED
 from tunecompile.runtime.unpad.flat_batch import FlatBatch
-from tunecompile.runtime.unpad.handed_on import RowCall, entries_before, note_written
+from tunecompile.runtime.unpad.handed_on import HandedOn, RowCall, entries_before, note_written
 from tunecompile.runtime.unpad.masks.one_form import in_one_form
 from tunecompile.runtime.unpad.masks.pairs import real_masks
 from tunecompile.runtime.watch.traced_graph import last_graph
@@ -89,7 +89,7 @@ class LayerSlot(CompiledLayer):
             return self._as_it_comes(mode, args, kwargs)
         flat, mask = found
         keep = not in_backward() and not in_checkpoint()
-        if (row := RowCall.of(flat, mask, args, kwargs, keep)) is None:
+        if (row := RowCall.of(flat, mask, args, kwargs, keep, self._unread)) is None:
             return self._padded(note("argument-given", "one without tokens"), flat, mode, args, kwargs)
         try:
             output = self._run_on(row, mode, args, kwargs)
@@ -112,9 +112,16 @@ class LayerSlot(CompiledLayer):
             self.flat = None
         self.padding.layer_ran()
         why = self.padding.rounding.ran(self.layer, row.flat, args, kwargs, last_graph())
-        if (why := why or row.hand_on(last_graph(), self.padding.running)) is not None:
+        if why is None and self.keys_read is not False:
+            why = row.hand_on(last_graph(), self.padding.running)
+        if why is not None:
             raise RowsRefused(why)
         return output
+
+    @property
+    def _unread(self) -> str:
+        """The argument whose entries the layer does not read: it keeps keys of its own there."""
+        return "" if self.keys_read is None else shared_keys.MAPPING
 
     def _padded(self, reason: Note, flat: FlatBatch, mode: Mode, args: tuple, kwargs: dict) -> Any:
         """The call as it comes, where the layer cannot run on a row of documents.
@@ -137,11 +144,16 @@ class LayerSlot(CompiledLayer):
         args, kwargs = passed_on(self.stacks, *given)
         if self.padding is not None and self.padding.recorded:
             args, kwargs = real_masks(args), real_masks(kwargs)
+        kept = kwargs.get(self._unread)
+        if kept is not None:
+            kwargs = {**kwargs, self._unread: HandedOn.without_entries(kept).given}
         before = entries_before(args, kwargs)
         passed = in_one_form(None if self.padding is None else self.padding.running, args, kwargs)
         output = self._run_as(mode, *passed)
         if before:
             note_written(before, DynamicShapes.of(list(tensors_in(args, kwargs))))
+        if kept is not None and self.keys_read:
+            kept.update(kwargs[self._unread])
         if self.padding is not None:
             self.padding.rounding.came(self.layer, args, kwargs, last_graph())
         late = stand_in(output, self.stacks, Form(), *given, passed)

@@ -22,6 +22,7 @@ from tunecompile.planner.solver import KEEP, Plan
 from tunecompile.runtime.compile_limits import CompileEffort
 from tunecompile.runtime.cuda_graphs.replay import GraphReplays
 from tunecompile.runtime.layers.dynamic_shapes import DynamicShapes
+from tunecompile.runtime.layers.unused_results import UnreadKeys
 from tunecompile.runtime.layers.variant import Variant
 from tunecompile.runtime.memory.weight_cache import WeightCache
 from tunecompile.runtime.watch.module_watch import ClassWatch
@@ -56,6 +57,7 @@ class Region:
     loops: TokenLoops = field(default_factory=TokenLoops)
     classes: ClassWatch = field(default_factory=ClassWatch)  #: of the modules in its layers
     bypassed: bool = False
+    keys: UnreadKeys | None = None  #: where its layers keep keys
     again: bool = False  #: whether a layer was called twice in one forward of its owner
     in_tower: bool | None = None  #: whether layers of its owner may be told where images begin; None: not known yet
     weights_read: bool = False  #: whether a caller read attention weights that it did not request
@@ -149,7 +151,7 @@ class Region:
         """way: None where the plan is made later."""
         setting = self.settings[(kind.flat, kind.unread, *kind.setting)]
         compiled_as = CompiledAs(self.itself, setting, way)
-        return Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread)
+        return Variant(name, backend, self.effort, compiled_as, kind.flat, self.guards, kind.unread, self.keys)
 
     def forget(self, variant: Variant | None) -> None:
         """No call runs it any more."""

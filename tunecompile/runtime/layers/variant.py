@@ -43,7 +43,7 @@ from tunecompile.integrations.kernel_functions import BOUNDARIES, BOUNDS, DOCUME
 from tunecompile.notes import Note, note
 from tunecompile.runtime.compile_limits import Bound, CompileEffort, History, uncollected
 from tunecompile.runtime.layers.replaced_weights import given_views_of_replaced
-from tunecompile.runtime.layers.unused_results import without_gradients_of_unused
+from tunecompile.runtime.layers.unused_results import UnreadKeys, without_gradients_of_unused, without_unread_keys
 from tunecompile.runtime.step.rows_refused import RowsRefused, refusing
 from tunecompile.runtime.unpad.flat_batch import BOUNDS_BESIDE, IMAGE_BOUNDS, LONGEST_IMAGE, OFFSETS, is_filled_up
 from tunecompile.runtime.unpad.image_bounds import without_bounds
@@ -112,6 +112,7 @@ class Variant:
         flat: bool = False,
         guards: Callable[[Sequence[Any]], list[bool]] | None = None,
         unread: bool = False,
+        keys: UnreadKeys | None = None,
     ):
         """
         compiled_as: pieces that a variant with an equal one has compiled serve this one, too.
@@ -119,6 +120,7 @@ class Variant:
         """
         self.flat = flat  #: whether it runs on rows of documents
         self.unread = unread  #: whether attention weights that it returns are not read
+        self.keys = keys  #: where its layers keep keys
         self.compiled_as = compiled_as
         self.integers_change = (
             False  #: whether a module's integer made a second graph: from the third on it is a symbol
@@ -233,7 +235,8 @@ class Variant:
             history.add(guard)
             self.integers_change |= history.integers > 0
         self.contexts += self.backend.contexts[before:]
-        return _told(gm, with_copies(compiled, inputs), mixes, alone=not self.breaks)
+        compiled = with_copies(without_unread_keys(self.keys, gm, compiled), inputs)
+        return _told(gm, compiled, mixes, alone=not self.breaks)
 
 
 def _begin_trace(_: Any) -> None:

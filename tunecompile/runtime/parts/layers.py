@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tunecompile._torch.modules import empty, fill, slot_of
 from tunecompile.integrations.loss_caller import liger_kinds
+from tunecompile.integrations.shared_keys import KeptKeys
 from tunecompile.integrations.transformers import gives_cache
 from tunecompile.notes import KINDS, Note, note
 from tunecompile.runtime.compile_limits import Leftovers
@@ -20,6 +21,7 @@ from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.layers.norm_slot import NormSlot
 from tunecompile.runtime.layers.owner_slot import OwnerSlot
 from tunecompile.runtime.layers.region import Region
+from tunecompile.runtime.layers.unused_results import UnreadKeys
 from tunecompile.runtime.model_state import ModelCall, Part, State
 from tunecompile.runtime.parts.first_step import FirstStepCheck
 from tunecompile.runtime.step.facts import facts_without_call, read_facts, takes_cache, takes_ids
@@ -36,6 +38,7 @@ class Layers(Part):
     def __init__(self) -> None:
         self.handles: list[RemovableHandle] = []
         self.entries: list[EntryHook] = []
+        self.keys: list[KeptKeys] = []
         self.leftovers = Leftovers()
 
     def attach(self, state: State) -> None:
@@ -58,6 +61,8 @@ class Layers(Part):
         """Fill the slots of the layers, and of the norms beside them, and return them."""
         before = len(state.slots), len(state.norms)
         kinds: dict[tuple, Region] = {}
+        keys = KeptKeys(stack.members)
+        self.keys.append(keys)
         for index, layer in enumerate(stack.members):
             if slot_of(layer) is not None:
                 state.notes.append(note("compiled-already", f"{stack.path}.{index}"))
@@ -68,6 +73,9 @@ class Layers(Part):
                 kinds[kind] = _region(state, "_".join((*stack.path.split("."), type(layer).__name__, *number)))
                 state.regions.append(kinds[kind])
             slot = LayerSlot(state.step, layer, kinds[kind])
+            slot.keys_read = keys.read.get(layer)
+            if slot.keys_read is not None:
+                slot.region.keys = slot.region.keys or UnreadKeys()
             slot.place, slot.stack, slot.first = len(state.slots), state.stacks.index(stack), index == 0
             slot.owner, slot.takes_ids = stack.owner, takes_ids(stack.owner)
             fill(layer, slot)
@@ -115,6 +123,8 @@ class Layers(Part):
         for slot in (*state.norms, *state.slots):
             empty(slot.layer, slot)
             slot.release()
+        for each in self.keys:
+            each.restore()
         self.entries.clear()
         state.replays.forget()  # Dynamo keeps compiled graphs, and so their recordings: gigabytes beside the next model
         state.kept.release()

@@ -38,6 +38,13 @@ class HandedOn:
         same = len(self.before) == len(self.given)
         return not same or any(key not in self.before or self.before[key] is not self.given[key] for key in self.given)
 
+    @staticmethod
+    def without_entries(mapping: MutableMapping) -> HandedOn:
+        """For a layer that reads none: its graph does not depend on what others wrote."""
+        given = copy.copy(mapping)
+        given.clear()
+        return HandedOn(mapping, given, {})
+
     def leave(self, flat: FlatBatch, keep: bool) -> int:
         """Put what the layer wrote into the caller's.
 
@@ -85,21 +92,27 @@ class RowCall:
     keep: bool  #: whether other layers of the batch may read what it makes as it is
 
     @staticmethod
-    def of(flat: FlatBatch, mask: Tensor | None, args: tuple, kwargs: dict, keep: bool) -> RowCall | None:
-        """None where an argument has no tokens; see `FlatBatch.enter` for the others."""
+    def of(
+        flat: FlatBatch, mask: Tensor | None, args: tuple, kwargs: dict, keep: bool, unread: str = ""
+    ) -> RowCall | None:
+        """None where an argument has no tokens; see `FlatBatch.enter` for the others.
+
+        unread: the name of a mapping whose entries the layer does not read.
+        """
         handed: list[HandedOn] = []
 
-        def entered(value: Any) -> Any:
+        def entered(value: Any, name: str = "") -> Any:
             if not isinstance(value, (dict, UserDict)):
                 return value
-            given = copy.copy(value)
-            for key, entry in value.items():
-                given[key] = _entered(entry, flat, keep)
-            handed.append(HandedOn(value, given, dict(given)))
-            return given
+            made = HandedOn.without_entries(value)
+            if not name or name != unread:
+                made.given.update({key: _entered(entry, flat, keep) for key, entry in value.items()})
+                made.before.update(made.given)
+            handed.append(made)
+            return made.given
 
         try:
-            args, kwargs = tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
+            args, kwargs = tuple(map(entered, args)), {name: entered(value, name) for name, value in kwargs.items()}
         except HasNoTokens:
             return None
         if (found := flat.enter(args, kwargs, mask, keep)) is None:
