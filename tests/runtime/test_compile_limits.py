@@ -183,6 +183,23 @@ def test_the_collector_waits_while_layers_compile(wanted, monkeypatch):
     assert seen == [False, False]
 
 
+@pytest.mark.parametrize("frozen, long", [(False, True), (True, True), (False, False)])
+def test_what_a_long_compilation_makes_is_old_at_its_end(frozen, long, monkeypatch):
+    """No collection of young objects goes through it. Objects that the user froze stay frozen."""
+    monkeypatch.setattr(compile_limits, "LEAVES", 0.0 if long else 1e9)
+    before = gc.isenabled()
+    try:
+        gc.enable()
+        gc.freeze() if frozen else gc.unfreeze()
+        with uncollected():
+            made = [[]]
+        assert bool(gc.get_freeze_count()) is frozen
+        assert any(each is made for each in gc.get_objects(2)) is (long and not frozen)
+    finally:
+        gc.unfreeze()
+        gc.enable() if before else gc.disable()
+
+
 @pytest.mark.parametrize("enabled", [False, True])
 def test_leftovers_of_compilations_are_collected_before_the_next_batch(enabled, monkeypatch):
     """Once, and not where the user keeps the collector off."""

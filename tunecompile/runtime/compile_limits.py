@@ -61,16 +61,21 @@ def uncollected() -> Iterator[None]:
     """Inside, Python's cycle collector does not run by itself, and Dynamo does not run it.
 
     Compilation makes objects by the million that live until it ends: the collector would go through all of them, and
-    through those of imported packages, again and again. That was a seventh of the first step. `Leftovers` goes once.
+    through those of imported packages, again and again. That was a seventh of the first step. `Leftovers` goes once:
+    behind a long one they are old objects, since the collector would go through young ones at the next object.
     """
     if not gc.isenabled():  # inside another one, or the user's choice
         yield
         return
+    begun = time.monotonic()
     gc.disable()
     try:
         with dynamo.uncollected():
             yield
     finally:
+        if time.monotonic() - begun >= LEAVES and gc.get_freeze_count() == 0:  # else the user's would be thawed
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()
 
 
