@@ -104,11 +104,3 @@ def checkpoints(*path: str, reentrant: bool) -> Callable[[nn.Module], None]:
             module.__class__ = kinds.setdefault(kind, type(kind.__name__, (kind,), members))
 
     return change
-
-
-def of_mlps(make: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], None]:
-    def change(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            layer.mlp = make(layer.mlp)
-
-    return change

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed, padded
-from tests.support.models.pairs import adapted_layers, attending, of_plain_layers, optimized, pair
+from tests.support.models.pairs import adapted_layers, attending, of_plain_layers, optimized, pair, token_wise
 from tests.support.notes import EAGER, find, has
 from tunecompile.integrations.transformers import gives_cache
 from tunecompile.runtime.loss_head.deferred import LazyTensor
@@ -84,7 +84,7 @@ def test_no_operation_makes_logits(reading):
 
 def test_logits_that_are_read_are_real_at_padding_too(made):
     """After the call, and of an earlier one. From then on evaluations keep their padding; training steps do not."""
-    model, reference = pair(attending)
+    model, reference = pair(token_wise)
     in_eval(model, reference)
     batches = [padded(seed=seed) for seed in range(3)]
     with torch.inference_mode():

@@ -11,7 +11,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import branches
 from tests.support.compare import assert_close, assert_equal
-from tests.support.models.pairs import attending, pair
+from tests.support.models.pairs import adapted_layers, attending, pair, token_wise
 from tests.support.notes import fell_back, has
 from tests.support.reports import shared
 from tests.support.trainers import arguments
@@ -151,7 +151,7 @@ def not_shared(ours, plain, batches, code, **limits):
 
 def test_dropout_in_layers():
     """Padding is left out, too: dropout draws for other tokens then, so that the mean alone is the same."""
-    ours = tunecompile.optimize(zoo.adapt(attending(), lora_dropout=0.5), executor="eager")
+    ours = tunecompile.optimize(adapted_layers(lora_dropout=0.5), executor="eager")
     for seed in range(2):
         zoo.step(ours, branches(seed=seed, side="right"))
     assert not shared(ours)[0] and has(ours, "prefixes-kept", reason="draws-random") and not fell_back(ours)
@@ -161,7 +161,7 @@ def test_dropout_behind_embeddings_that_is_switched_on_later():
     """When what the layers are given is long known to be alike. The same tokens come to them as others then."""
 
     def make():
-        model = attending().double()
+        model = token_wise().double()
         model.model.embed_tokens = nn.Sequential(model.model.embed_tokens, nn.Dropout(0.0))
         return model
 
@@ -278,7 +278,7 @@ def test_trls_grpo(tmp_path):
     def curve(optimize):
         settings = {**SETTINGS, "optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 3, **options}
         config = arguments(trl.GRPOConfig, tmp_path, gradient_checkpointing=False, **settings)
-        model = zoo.adapt(attending(max_position_embeddings=256))
+        model = zoo.adapt(attending(max_position_embeddings=256), target_modules=["q_proj"])
         if optimize:
             tunecompile.optimize(model, executor="eager")
         made = trl.GRPOTrainer(

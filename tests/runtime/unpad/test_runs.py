@@ -17,10 +17,10 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import packed, padded
-from tests.support.models.pairs import attending
+from tests.support.models.pairs import adapted_layers, attending, token_wise
 from tests.support.notes import has
 from tests.support.reports import flattened
-from tests.support.runs import EXACT, Run, cases, checkpoints, of_mlps
+from tests.support.runs import EXACT, Run, cases, checkpoints
 
 tf = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,7 +56,7 @@ class Pooling(nn.Module):
 
     def __init__(self, read):
         super().__init__()
-        self.inner, self.read = attending(), read
+        self.inner, self.read = token_wise(), read
 
     def forward(self, input_ids, attention_mask, labels):
         hidden = self.inner.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
@@ -140,6 +140,14 @@ def centred(model):
 def behind(make: Callable) -> Callable:
     def change(model):
         model.model.norm = make(model.model.norm)
+
+    return change
+
+
+def inside(make: Callable) -> Callable:
+    def change(model):
+        for layer in model.model.layers:
+            layer.inner = make(layer.inner)
 
     return change
 
@@ -253,7 +261,7 @@ def rows_of(*lengths, **more) -> tuple[dict, ...]:
 MANY = (((5, 6),), ((3, 3, 3, 2),), ((1,) * 5 + (4,),), ((12, 30),), ((16, 1, 1),))
 ONES = {"attention_mask": torch.ones(1, 16, dtype=torch.long)}
 
-READ = dict(batches=TWO, removed=1, kept="logits-read")
+READ = dict(build=token_wise, batches=TWO, removed=1, kept="logits-read")
 MASKS = dict(batches=SIDES, build=uncached, kept="masks-not-understood")
 HELD = dict(batches=TWO, loss=of_kept_values, kept="output-holds-more", limits={"loss": 1e-5, "limit": 1e-4})
 LAYERS = ("model.layers.0", "model.layers.1")
@@ -266,11 +274,11 @@ def put(home: str, value: object) -> Callable:
 
 
 def in_fp64() -> nn.Module:
-    return attending().double()
+    return token_wise().double()
 
 
 def module(change: Callable, code: str, subject: str) -> Run:
-    return Run(change, TWO, kept=code, said={code: subject}, loss=with_kept)
+    return Run(change, TWO, build=token_wise, kept=code, said={code: subject}, loss=with_kept)
 
 
 NEARBY = put(f"{LLAMA}.create_causal_mask", nearby)
@@ -278,7 +286,7 @@ DISTANCE = torch.arange(12) - torch.arange(12)[:, None]
 BIAS = torch.where(DISTANCE <= 0, 0.1 * DISTANCE, torch.finfo(torch.float32).min).expand(2, 1, 12, 12).contiguous()
 QUICK = {
     "a loss of logits behind a metric": Run(loss=of_logits(after_metrics), **READ),
-    "a loss of two calls' logits": Run(build=in_fp64, loss=two_answers, limits=EXACT, **{**READ, "removed": 2}),
+    "a loss of two calls' logits": Run(loss=two_answers, limits=EXACT, **{**READ, "build": in_fp64, "removed": 2}),
     "a loss of other weights": Run(
         batches=TWO, build=in_fp64, loss=of_other_weights, limits=EXACT, kept="weights-of-call"
     ),
@@ -289,9 +297,11 @@ QUICK = {
     ),
     "results that layers keep": Run(layers_of(InAttribute), **HELD),
     "gates that layers share": Run(layers_of(InSharedList), **HELD),
-    "labels that a later hook replaces": Run(other_labels, kept="labels-at-padding"),
-    "a loss function": Run(unmasked_loss, kept="unknown-loss-function", said={"unknown-loss-function": __name__}),
-    "a hook of the owner that reads the mask": Run(reads_mask, kept="hook-on-module"),
+    "labels that a later hook replaces": Run(other_labels, build=token_wise, kept="labels-at-padding"),
+    "a loss function": Run(
+        unmasked_loss, build=token_wise, kept="unknown-loss-function", said={"unknown-loss-function": __name__}
+    ),
+    "a hook of the owner that reads the mask": Run(reads_mask, build=token_wise, kept="hook-on-module"),
     "a window of a mask function": Run(patched=NEARBY, **MASKS),
     "a window of a mask function and of layers": Run(with_window, build=uncached, patched=NEARBY, removed=1),
     "a bias that is no mask": Run(
@@ -303,13 +313,13 @@ QUICK = {
         batches=SIDES[1:], patched=put(f"{LLAMA}.apply_rotary_pos_emb", by_shape), kept="mixes-tokens"
     ),
     "two forwards under a checkpoint": Run(
-        checkpoints("model", reentrant=False), build=uncached, loss=two_forwards, kept="checkpoint-around-layers"
+        checkpoints("model", reentrant=False), build=token_wise, loss=two_forwards, kept="checkpoint-around-layers"
     ),
     "unknown-module: Softmax": module(
         behind(lambda norm: nn.Sequential(norm, nn.Softmax(1))), "unknown-module", "Softmax"
     ),
     "unknown-module: LayerNorm": module(behind(lambda _: nn.LayerNorm((20, 64))), "unknown-module", "LayerNorm"),
-    "unknown-module: Squeezed": module(of_mlps(Squeezed), "unknown-module", "Squeezed"),
+    "unknown-module: Squeezed": module(inside(Squeezed), "unknown-module", "Squeezed"),
     "hook-on-module: Linear": module(with_hook, "hook-on-module", "Linear"),
     "any number of sequences": Run(batches=rows_of(*MANY), build=uncached, apart=5),
 }
@@ -346,7 +356,7 @@ def test_steps_and_what_is_said_of_them(run, monkeypatch):
 
 
 def test_hooks_on_all_modules_keep_the_padding():
-    model = tunecompile.optimize(attending(), executor="eager")
+    model = tunecompile.optimize(token_wise(), executor="eager")
     with nn.modules.module.register_module_forward_pre_hook(lambda module, args: None):
         zoo.step(model, padded())
     assert has(model, "padding-kept", reason="hook-on-all-modules") and not flattened(model)
@@ -354,7 +364,7 @@ def test_hooks_on_all_modules_keep_the_padding():
 
 def test_with_dropout_a_loss_is_that_of_its_calls_logits():
     """The call is made once more for what stands at padding, and draws other masks then."""
-    model = zoo.adapt(attending().double(), lora_dropout=0.4, lora_alpha=64)
+    model = adapted_layers(lora_dropout=0.4, lora_alpha=64).double()
     tunecompile.optimize(model.train(), executor="eager")
     for seed in range(2):
         batch = padded(seed=seed)

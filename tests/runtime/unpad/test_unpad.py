@@ -8,7 +8,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_same_flattened
-from tests.support.models.pairs import attending, pair
+from tests.support.models.pairs import attending, pair, token_wise
 from tests.support.reports import flattened
 
 pytest.importorskip("transformers")
@@ -19,7 +19,7 @@ def test_noise_on_embeddings_keeps_its_size():
     """NEFTune's is alpha / sqrt(T * H), so its hook must see the batch as it is."""
     neftune_post_forward_hook = pytest.importorskip("transformers.integrations.neftune").neftune_post_forward_hook
     size = []
-    for m in pair(attending):
+    for m in pair(token_wise):
         embed = m.get_input_embeddings()
         embed.neftune_noise_alpha = 5.0
         embed.register_forward_hook(neftune_post_forward_hook)
@@ -34,7 +34,7 @@ def test_labels_of_which_the_loss_reads_others(monkeypatch):
     """TRL's fused head reads shift_labels, where they are given."""
     from tunecompile.integrations import loss_caller
 
-    model = attending()
+    model = token_wise()
     monkeypatch.setattr(loss_caller, "_LOSSES", (__name__, "transformers."))
 
     def forward(self, labels, shift_labels):
@@ -49,7 +49,7 @@ def test_labels_of_which_the_loss_reads_others(monkeypatch):
 
 def test_labels_of_a_call_that_was_interrupted():
     """No hook is told of its end."""
-    model, reference = pair(attending)
+    model, reference = pair(token_wise)
 
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 
 from torch import nn
@@ -26,23 +27,39 @@ class Plain(nn.Module):
         return hidden_states + self.inner(hidden_states).sin()
 
 
-def of_plain_layers(**changes) -> nn.Module:
+class TokenWise(Plain):
+    """The same as a layer of transformers would have it: its padding is removed, which a user's code keeps."""
+
+    forward = types.FunctionType(Plain.forward.__code__, {**globals(), "__name__": "transformers.models"})
+
+
+def of_plain_layers(kind: type[Plain] = Plain, **changes) -> nn.Module:
     """A model of transformers for tests of its head and its loss, which say nothing of layers."""
     model = small(**changes)
     for place in range(len(model.model.layers)):
-        model.model.layers[place] = Plain(model.config.hidden_size)
+        model.model.layers[place] = kind(model.config.hidden_size)
     return model
+
+
+def token_wise(**changes) -> nn.Module:
+    """A model for tests of padding and prefixes, which say nothing of attention."""
+    return of_plain_layers(TokenWise, **changes)
 
 
 def adapted_layers(**options) -> nn.Module:
     """The same with LoRA: for tests of trainers and loops, and of padding where nothing is said of attention."""
-    return zoo.adapt(of_plain_layers(), target_modules=["inner"], **options)
+    return zoo.adapt(token_wise(), target_modules=["inner"], **options)
+
+
+#: of layers, what treats each token by itself
+BY_TOKEN = ("mlp", "input_layernorm", "post_attention_layernorm", "feed_forward", "operator_norm", "ffn_norm")
 
 
 def without_mlps(model: nn.Module) -> nn.Module:
     """The model, whose layers mix tokens and do nothing else: for tests of padding and masks."""
-    for layer in model.model.layers:
-        layer.mlp, layer.input_layernorm, layer.post_attention_layernorm = (nn.Identity() for _ in range(3))
+    for layer in getattr(model, "model", model).layers:
+        for name in {*BY_TOKEN} & {*layer._modules}:
+            setattr(layer, name, nn.Identity())
     return model
 
 
