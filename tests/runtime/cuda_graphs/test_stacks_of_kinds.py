@@ -7,7 +7,7 @@ import torch
 
 import tunecompile
 from tests.support import zoo
-from tests.support.models.pairs import attending, without_mlps
+from tests.support.models.pairs import token_wise, without_mlps
 from tests.support.stacks import TakesOne, of, recorded, same
 from tunecompile.runtime.cuda_graphs import stacks
 from tunecompile.runtime.model_state import state_of
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def test_sizes_and_padding_change(on_cpu, replayed):
     """Padded batches run as rows without padding, whose sizes are rounded: each is recorded once."""
-    reference = attending(num_hidden_layers=3).train()
+    reference = token_wise(num_hidden_layers=3).train()
     models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
     for seed, length in enumerate([16, 12, 16, 12, 9, 16, 12, 9, 16, 12]):
         batch = zoo.batch(seed=seed, length=length)
@@ -33,7 +33,8 @@ def test_sizes_and_padding_change(on_cpu, replayed):
 
 def test_layers_of_several_kinds(on_cpu, replayed):
     """Tables that the first kind does not read are arguments of all; those with a window have a mask of their own."""
-    reference = zoo.adapt(zoo.make("lfm2", num_hidden_layers=3), target_modules=["in_proj", "q_proj"]).train()
+    model = without_mlps(zoo.make("lfm2", num_hidden_layers=3))
+    reference = zoo.adapt(model, target_modules=["in_proj", "q_proj"]).train()
     models = tunecompile.optimize(copy.deepcopy(reference), executor="eager"), reference
     for seed, length in enumerate([16, 20, 16, 20, 16, 20, 20, 16]):
         batch = zoo.batch(seed=seed, length=length)

@@ -66,7 +66,7 @@ def test_other_numbers_and_sizes_of_images_are_one_graph():
 def test_rows_behind_images_are_of_any_length_from_the_first_batch_on():
     """A second graph for the second size of images would take 15 s of a 4B's second step. The first rows are as long as
     the model is wide, by chance."""
-    ours = optimized(attending(adapted(qwen2_5_vl)[0]))
+    ours = optimized(attending(adapted(qwen2_5_vl, "q_proj", "qkv")[0]))
     for grids in ([(1, 10, 20)] * 2, [(1, 8, 4)] * 2):
         zoo.step(ours, images_of(grids))
     report = tunecompile.report(ours)

@@ -11,7 +11,7 @@ from tests.support import zoo
 from tests.support.batches import branches
 from tests.support.compare import assert_close, assert_equal
 from tests.support.models import hybrids
-from tests.support.models.pairs import optimized, pair
+from tests.support.models.pairs import optimized, pair, without_mlps
 from tests.support.notes import fell_back, has
 from tests.support.reports import shared
 from tunecompile.integrations.kernel_functions import meanings
@@ -28,7 +28,8 @@ QUICK = {"qwen3_5": FEW, "lfm2": hybrids.ONE_OF_EACH["lfm2"], "granite_hybrid": 
 
 
 def hybrid(family="qwen3_5", dtype=torch.float32, **more):
-    return hybrids.make(family, dtype, **{**QUICK.get(family, {}), **more}, use_cache=False)
+    model = hybrids.make(family, dtype, **{**QUICK.get(family, {}), **more}, use_cache=False)
+    return without_mlps(model) if family == "lfm2" else model
 
 
 def unequal_prompts():
@@ -72,7 +73,7 @@ def test_families(family):
     if family in ("lfm2", "qwen3_5"):
         (saved, *_) = (each.saved for each in contexts_of(state_of(ours).regions[0]) if each.saved)
         sizes = [{*size.node.expr.free_symbols} for _, size in saved if isinstance(size, torch.SymInt)]
-        assert len(sizes) > 4 and len(set.union(*sizes)) == 1, saved
+        assert len(sizes) > 1 and len(set.union(*sizes)) == 1, saved
 
 
 @pytest.mark.parametrize("family", ["lfm2", pytest.param("granite_hybrid", marks=pytest.mark.slow)])

@@ -34,7 +34,7 @@ def with_images(same: bool, seed=0) -> dict:
 
 
 def model():
-    made = images.attending(images.adapted(images.qwen2_5_vl)[0].double())
+    made = images.attending(images.adapted(images.qwen2_5_vl, "q_proj", "qkv")[0].double())
     made.enable_input_require_grads()
     made.gradient_checkpointing_enable({"use_reentrant": False})
     return made

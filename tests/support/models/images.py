@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.support import zoo
+from tests.support.models.pairs import without_mlps
 
 tf = pytest.importorskip("transformers")
 
@@ -205,20 +206,23 @@ MODELS = {
 }
 
 
-def adapted(make) -> tuple[nn.Module, dict]:
-    """(the model under LoRA, a batch), the same each time."""
+def adapted(make, *few: str) -> tuple[nn.Module, dict]:
+    """(the model under LoRA, a batch), the same each time.
+
+    few: linears with adapters, where it does not matter which: graphs are half as large.
+    """
     torch.manual_seed(0)
     model, inputs, targets = make()
     for parameter in model.parameters():  # gates and projections that begin at zero let no gradient through
         if parameter.dim() and not parameter.any():
             nn.init.normal_(parameter, std=0.3)
+    targets = [*few] or targets
     return zoo.adapt(model, target_modules=targets, task_type="SEQ_2_SEQ_LM" if make is t5 else None), inputs
 
 
 def attending(model: nn.Module) -> nn.Module:
     """The model, whose layers of text do nothing but attend: these are traced twice as fast."""
-    for layer in model.get_base_model().model.language_model.layers:
-        layer.mlp = nn.Identity()
+    without_mlps(model.get_base_model().model.language_model)
     return model
 
 
