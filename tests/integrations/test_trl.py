@@ -11,7 +11,7 @@ import torch
 import tunecompile
 from tests.support import zoo
 from tests.support.models.fused_head import MARKS, headed, padded_left, scored, utils, with_head
-from tests.support.models.pairs import attending, pair, small
+from tests.support.models.pairs import adapted_layers, pair, small
 from tests.support.notes import find, has
 from tests.support.reports import head_tally
 from tunecompile.integrations import trl
@@ -26,7 +26,7 @@ def is_ours(model: torch.nn.Module) -> bool:
 
 
 def test_scores_and_gradients():
-    models = pair(lambda: zoo.adapt(attending()))
+    models = pair(adapted_layers)
     for model in models:
         with_head(model, temperature=0.7)
         model.train()

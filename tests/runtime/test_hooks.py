@@ -10,7 +10,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.compare import assert_same_run
-from tests.support.models.pairs import pair, small
+from tests.support.models.pairs import of_plain_layers, pair
 from tests.support.notes import has
 from tunecompile.runtime.watch.module_watch import TURNS
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_hooks_on_layers_fire():
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     seen: dict = {}
     for m in (model, reference):
         for layer in m.model.layers:
@@ -28,7 +28,7 @@ def test_hooks_on_layers_fire():
                     (out[0] if isinstance(out, tuple) else out).detach().norm()
                 )
             )
-            layer.mlp.register_full_backward_hook(
+            layer.inner.register_full_backward_hook(
                 lambda module, i, o, m=m: seen.setdefault(id(m), []).append(o[0].norm())
             )
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
@@ -37,10 +37,10 @@ def test_hooks_on_layers_fire():
 
 
 def scaling(kind: str, scale: float):
-    """A hook that changes what stands in the place of MLPs and norms is given, or sends back."""
+    """A hook that changes what linears inside layers are given, or sends back."""
 
     def mine(module) -> bool:
-        return isinstance(module, nn.Identity)
+        return getattr(module, "out_features", 0) == zoo.SMALL["hidden_size"]
 
     return {
         "forward_pre": lambda module, args: (args[0] * scale,) if mine(module) else None,
@@ -51,7 +51,7 @@ def scaling(kind: str, scale: float):
 @pytest.mark.parametrize("where, kind", [("its own", "forward_pre"), ("all modules", "full_backward")])
 def test_hooks_that_come_after_compilation_change_numbers(kind, where):
     """Each time of the same code, with another scale; then none, and what was compiled without them serves again."""
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
 
     def norm() -> torch.Tensor:
         """Of the reference's gradients, which are the model's."""
@@ -64,7 +64,7 @@ def test_hooks_that_come_after_compilation_change_numbers(kind, where):
             [getattr(nn.modules.module, f"register_module_{kind}_hook")(scaling(kind, scale))]
             if where == "all modules"
             else [
-                getattr(layer.mlp, f"register_{kind}_hook")(scaling(kind, scale))
+                getattr(layer.inner, f"register_{kind}_hook")(scaling(kind, scale))
                 for m in (model, reference)
                 for layer in m.model.layers
             ]
@@ -91,24 +91,24 @@ class Around(nn.Module):
 
 def test_hooks_on_modules_that_come_after_the_first_step():
     """The module is there for a step before its hook is."""
-    model, reference = pair(small)
+    model, reference = pair(of_plain_layers)
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     layers = [layer for m in (model, reference) for layer in m.model.layers]
     for layer in layers:
-        layer.mlp = Around(layer.mlp)
+        layer.inner = Around(layer.inner)
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     for layer in layers:
-        layer.mlp.register_forward_hook(lambda module, args, out: out * 3)
+        layer.inner.register_forward_hook(lambda module, args, out: out * 3)
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
 
 
 @pytest.mark.slow
 def test_a_kept_dictionary_of_hooks_is_noticed_soon():
     """In place of an empty one that somebody keeps, and filled by hand: the one case that may be late, which is said."""
-    models, kept = pair(), []
+    models, kept = pair(of_plain_layers), []
     assert_same_run(*models, lambda m: m(**zoo.batch()).loss)
     for m in models:
-        mlp = m.model.layers[1].mlp
+        mlp = m.model.layers[1].inner
         kept.append(mlp._forward_hooks)
         mlp._forward_hooks = OrderedDict({0: lambda module, args, out: out * 3})
     for _ in range(TURNS):

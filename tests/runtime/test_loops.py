@@ -126,7 +126,7 @@ def test_logits_are_read_outside_autocast():
 
 
 def test_frozen_layers():
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     for m in (model, reference):
         m.model.embed_tokens.requires_grad_(False)
         m.model.layers[0].requires_grad_(False)

@@ -9,7 +9,7 @@ from torch import nn
 import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
-from tests.support.models.pairs import attending, of_plain_layers, pair
+from tests.support.models.pairs import adapted_layers, of_plain_layers, pair, token_wise
 from tunecompile.runtime.layers import norm_slot
 from tunecompile.runtime.layers.norm_slot import NormSlot
 from tunecompile.runtime.step.mode import Mode
@@ -37,7 +37,7 @@ def test_padding_is_not_normalised(monkeypatch):
     seen: list = []
     run = norm_slot.call_original
     monkeypatch.setattr(norm_slot, "call_original", lambda norm, x: seen.append(x.shape) or run(norm, x))
-    model, reference = pair(attending)
+    model, reference = pair(token_wise)
     for seed in range(2):
         inputs = padded(3, 24, "left", seed=seed)
         (loss, gradients), (expected, exact) = zoo.step(model, inputs), zoo.step(reference, inputs)
@@ -52,7 +52,7 @@ def test_padding_is_not_normalised(monkeypatch):
 
 def test_small_batches_are_left_alone(monkeypatch):
     """Those of training steps and of evaluations; a generation runs the norm's own code."""
-    model = tunecompile.optimize(zoo.adapt(of_plain_layers(), target_modules=["inner"]), executor="eager")
+    model = tunecompile.optimize(adapted_layers(), executor="eager")
     zoo.step(model, zoo.batch())
     assert not compiled(model)
     monkeypatch.setattr(norm_slot, "LARGE", 0)
@@ -69,7 +69,7 @@ def test_small_batches_are_left_alone(monkeypatch):
 
 def test_fewer_bytes_are_saved(monkeypatch):
     """Of hidden states in half precision, no copy in fp32."""
-    model = tunecompile.optimize(attending().to(torch.bfloat16), executor="eager")
+    model = tunecompile.optimize(of_plain_layers().to(torch.bfloat16), executor="eager")
     before = saved_bytes(model)
     monkeypatch.setattr(norm_slot, "LARGE", 0)
     zoo.step(model, zoo.batch(rows=2, length=64))
@@ -80,7 +80,7 @@ def test_fewer_bytes_are_saved(monkeypatch):
 def test_a_policy_is_scored_by_the_code_that_trains_it(monkeypatch):
     """Eager code would round otherwise: log-ratios of the first step were not 0."""
     monkeypatch.setattr(norm_slot, "LARGE", 0)
-    model = tunecompile.optimize(zoo.adapt(of_plain_layers(), target_modules=["inner"]), executor="eager")
+    model = tunecompile.optimize(adapted_layers(), executor="eager")
     inputs = {"input_ids": zoo.batch()["input_ids"], "use_cache": False}
     with torch.no_grad():
         old = model(**inputs).logits

@@ -11,7 +11,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import padded
 from tests.support.compare import assert_same_run
-from tests.support.models.pairs import attending, pair
+from tests.support.models.pairs import attending, of_plain_layers, pair
 from tests.support.notes import fell_back
 from tunecompile.runtime.layers.layer_slot import LayerSlot
 from tunecompile.runtime.step.of_thread import of_thread
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def test_a_step_while_another_thread_compiles(monkeypatch):
     """It is no compilation of this model by somebody else."""
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     assert tunecompile.report(model).compiles and not tunecompile.report(model).notes
@@ -30,7 +30,7 @@ def test_a_step_while_another_thread_compiles(monkeypatch):
 
 def test_a_step_while_another_thread_traces():
     """Compiled code refuses to be called then."""
-    model, reference = pair()
+    model, reference = pair(of_plain_layers)
     assert_same_run(model, reference, lambda m: m(**zoo.batch()).loss)
     begun = threading.Event()
 
@@ -51,7 +51,7 @@ def test_a_step_while_another_thread_traces():
 
 def test_a_model_that_the_user_traces(monkeypatch):
     """As torch.compile does: refused at once."""
-    model, _ = pair()
+    model, _ = pair(of_plain_layers)
     monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True, raising=False)
     tracing = getattr(torch.fx._symbolic_trace, "_is_fx_tracing_context", lambda on: contextlib.nullcontext())
     with tracing(True), pytest.raises(RuntimeError, match="symbolically trace"):  # torch 2.15: of this thread
