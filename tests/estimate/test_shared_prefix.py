@@ -6,6 +6,7 @@ import pytest
 
 import tunecompile
 from tests.support import zoo
+from tests.support.models.pairs import without_mlps
 from tunecompile.errors import BadSharedPrefix
 
 pytest.importorskip("transformers")
@@ -15,7 +16,7 @@ ROWS, LENGTH, PREFIX = 4, 96, 64
 
 @functools.cache
 def estimated(kind, shared_prefix, rows=ROWS, length=LENGTH, **adapters):
-    model = zoo.adapt(zoo.make(kind), **adapters).train()
+    model = zoo.adapt(without_mlps(zoo.make(kind)), target_modules=["q_proj", "in_proj"], **adapters).train()
     return tunecompile.estimate(model, (rows, length), shared_prefix=shared_prefix, gpu="h200")
 
 
