@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 import torch
-from offline_cases import cases, recorded, templates
+from offline_cases import axes, cases, recorded, templates
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -128,13 +128,13 @@ def heads_first(t, dim):
 
 def variants():
     """(name, tokens' multiple, case) where offsets are computed otherwise than in `cases`."""
-    some = cases(many=MANY // 8, device="meta")  # strides of heads are below 2^31 themselves
+    some = axes(many=MANY // 8, device="meta")  # strides of heads are below 2^31 themselves
     for name, (function, args) in some.items():
         if name.startswith(("attention", "delta")):
             dims = 3 if name.startswith("attention") else 4
             turned = [heads_first(t, dims - 2) if t.dim() == dims and t.shape[-1] != 64 else t for t in args]
             yield f"{name}_heads_first", MANY // 8, (function, turned)
-    for name, (function, args) in cases(batch=MANY, device="meta").items():
+    for name, (function, args) in axes(batch=MANY, device="meta").items():
         if name == "scan_starts":  # the last of its arguments is there backward alone
             yield "scan_starts_forward", 1, (function, [*args[:-1], None])
         if name.startswith(("delta", "channel", "scan")):  # documents are of one row
