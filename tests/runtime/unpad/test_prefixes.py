@@ -11,7 +11,7 @@ import tunecompile
 from tests.support import zoo
 from tests.support.batches import branches
 from tests.support.compare import assert_close, assert_equal
-from tests.support.models.pairs import adapted_layers, attending, pair, token_wise
+from tests.support.models.pairs import adapted_layers, attending, pair, token_wise, without_mlps
 from tests.support.notes import fell_back, has
 from tests.support.reports import shared
 from tests.support.trainers import arguments
@@ -186,13 +186,7 @@ def test_chunks_go_on_from_each_other_in_other_layers():
     kinds = ["full_attention", "chunked_attention"]
     settings = dict(attn_temperature_tuning=False, attention_chunk_size=40, no_rope_layers=[1] * 2, num_hidden_layers=2)
 
-    def make():
-        model = zoo.make("llama4", layer_types=kinds, **settings).double()
-        for layer in model.model.layers:
-            layer.feed_forward = nn.Identity()
-        return model
-
-    ours, plain = pair(make)
+    ours, plain = pair(lambda: without_mlps(zoo.make("llama4", layer_types=kinds, **settings)).double())
     for alike, side in ((True, "right"), (True, "right"), (False, "right")):
         batch = branches(80, 80, 4, 0, side)
         if not alike:

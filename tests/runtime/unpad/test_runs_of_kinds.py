@@ -64,7 +64,7 @@ def bert(**dropout) -> nn.Module:
 def modern_bert() -> nn.Module:
     """Its first layer sees all of a document, the second those nearer than 5."""
     config = tf.ModernBertConfig(**SIZES, **TOKENS, local_attention=8, global_attn_every_n_layers=2)
-    return tf.ModernBertForMaskedLM(config).double()
+    return without_mlps(tf.ModernBertForMaskedLM(config)).double()
 
 
 def bart() -> nn.Module:
@@ -91,7 +91,7 @@ def qwen_vl() -> nn.Module:
 
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
     sizes = {**SIZES, "hidden_size": 64, "num_key_value_heads": 2}
-    return Qwen2_5_VLTextModel(tf.Qwen2_5_VLTextConfig(**sizes, rope_parameters=rope))
+    return without_mlps(Qwen2_5_VLTextModel(tf.Qwen2_5_VLTextConfig(**sizes, rope_parameters=rope)))
 
 
 def in_four_rows() -> list[dict]:

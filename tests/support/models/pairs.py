@@ -52,13 +52,14 @@ def adapted_layers(**options) -> nn.Module:
 
 
 #: of layers, what treats each token by itself
-BY_TOKEN = ("mlp", "input_layernorm", "post_attention_layernorm", "feed_forward", "operator_norm", "ffn_norm")
+BY_TOKEN = {"mlp", "input_layernorm", "post_attention_layernorm", "feed_forward", "operator_norm", "ffn_norm"}
+BY_TOKEN |= {"attn_norm", "mlp_norm"}
 
 
 def without_mlps(model: nn.Module) -> nn.Module:
     """The model, whose layers mix tokens and do nothing else: for tests of padding and masks."""
     for layer in getattr(model, "model", model).layers:
-        for name in {*BY_TOKEN} & {*layer._modules}:
+        for name in BY_TOKEN & {*layer._modules}:
             setattr(layer, name, nn.Identity())
     return model
 
