@@ -17,8 +17,8 @@ import tunecompile
 from tests.support.stand_in_gpu import code_of
 from tunecompile.errors import CannotEstimate
 from tunecompile.estimate.dry_run_planner import DryRunPlanner
-from tunecompile.estimate.known_shapes import shape_config
-from tunecompile.estimate.meta_model import _adapted, empty_model
+from tunecompile.estimate.known_shapes import lora_targets, shape_config
+from tunecompile.estimate.meta_model import _adapted, _quantised, empty_model
 from tunecompile.planner.candidates import expensive_nodes
 from tunecompile.planner.liveness import extent
 from tunecompile.planner.solver import KEEP, RECOMPUTE, Plan
@@ -80,7 +80,8 @@ def graphs_of(name, rows, tokens, keys):
     """(Plan, forward, backward) of the first kind of layer of a shape under plans. keys: of `PLANS`."""
     model = empty_model(shape_config(name, 4)).to(torch.bfloat16)
     model.config.use_cache = False
-    model, found = _adapted(model, 16, quantised=True).train(), []
+    adapted = _adapted(model, 16, lora_targets(model), "CAUSAL_LM")
+    model, found = _quantised(adapted, model.get_output_embeddings()).train(), []
 
     def see(planner, slot, joint):
         if not found:
