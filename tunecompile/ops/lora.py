@@ -129,17 +129,20 @@ def _(x, inputs, weights, biases, a, b, scales, dtype, stored):
 
 @lora_linear.provider(
     "k_extension",
-    because="one product for all siblings; base and delta are rounded once",
+    because="adapters join in the products of the weights: one for all siblings, or for few tokens one each",
     refuses=lambda x, weights, b, stored: _frozen(x, weights, b, stored).refuse(x),
 )
 def _(x, inputs, weights, biases, a, b, scales, dtype, stored):
-    """[x | xa] @ [W | scale B]^T: base and delta in one accumulator."""
+    """See `product`."""
     y, xa = product(x, inputs, _frozen(x, weights, b, stored), a, b, scales, dtype)
     return finish(y, x, biases), xa
 
 
 def product(x: Tensor, inputs, frozen: FrozenWeights, a, b, scales, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (y without biases, xa), rows of tokens."""
+    """Return (y without biases, xa), rows of tokens.
+
+    y is [x | xa] @ [W | scale B]^T, base and delta in one accumulator; or see `with_term`.
+    """
     if (weights := frozen.without_copy(x.numel() // x.shape[-1])) is None:
         wide, xa = with_xa(x, inputs, a, dtype)
         return wide @ frozen.extended(b, scales, dtype).t(), xa
@@ -249,7 +252,7 @@ def lora_linear_backward(grad, x, inputs, weights, biases, a, b, scales, dtype, 
 
 @lora_linear_backward.provider(
     "grouped",
-    because="one dX product for all siblings, one pass over dY for their adapters",
+    because="adapters join in the products for dX: one for all siblings, or for few tokens one each; one pass over dY",
     refuses=lambda x, weights, b, stored: _frozen(x, weights, b, stored).refuse(x),
 )
 def _(grad, x, inputs, weights, biases, a, b, scales, dtype, stored, out1):
@@ -337,7 +340,7 @@ def base_gradient_in(eight: EightBits, weight: FrozenWeights, a: Sequence[Tensor
 
 
 def adapter_gradients(grad, x, inputs, base: BaseGradient, biases, a, b, scales, dtype, xa) -> list[Tensor]:
-    """Return all gradients, by one dX product for all siblings and one pass over dY for every scale_i dY B_i."""
+    """Return all gradients: dX by `base`, and one pass over dY for every scale_i dY B_i."""
     rows, ranks, sizes = _tokens(x), [m.shape[0] for m in a], [m.shape[0] for m in b]
     adapters = on_diagonal(b, scales, dtype)
     dx, gb, g = base(grad, adapters, not inputs)
