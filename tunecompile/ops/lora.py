@@ -4,6 +4,7 @@ Weights are dense or in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314):
 buffer, where a product reads them.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -153,8 +154,8 @@ def product(x: Tensor, inputs, frozen: FrozenWeights, a, b, scales, dtype: torch
 def with_term(x: Tensor, xa: Tensor, weights: Sequence[Tensor], b, scales) -> Tensor:
     """Return concat_i(x W_i^T + scale_i xa_i B_i^T), rows of tokens: each product adds its adapter's term."""
     factors = exact_factors(xa, on_diagonal(b, scales, xa.dtype).t(), x.dtype)
-    firsts = [sum(w.shape[0] for w in weights[:i]) for i in range(len(weights))]
-    return adapted_sum(*factors, [x] * len(weights), [w.t() for w in weights], firsts)
+    firsts = itertools.accumulate((w.shape[0] for w in weights[:-1]), initial=0)
+    return adapted_sum(*factors, [x] * len(weights), [w.t() for w in weights], [*firsts])
 
 
 def down(x: Tensor, inputs: Sequence[Tensor], a: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
